@@ -1,0 +1,91 @@
+"""What every DCP attention backend shares: lengths of the stripe, stage 2, and the way to 4-7."""
+
+import math
+from typing import Any
+
+import torch
+
+from sglang_dcp import state
+from sglang_dcp.attention.decode import decode_over_stripes
+from sglang_dcp.kernels.kv_index import fill_local_lens
+
+
+class StripeMixin:
+    """Mixed into a subclass of an upstream backend, before it in the bases.
+
+    The subclass builds its metadata for the local stripe and implements `attend_stripe`; prefill
+    stays upstream's, over gathered prefixes (pass-KV).
+    """
+
+    lse_base: str
+    extend_lse_base: str = "e"
+    local_lens: torch.Tensor  # [c, B] int32
+    kernel_lens: torch.Tensor  # [B] int32, this rank's local lengths clamped to 1
+
+    #: Static buffers for captured graphs, set by `init_stripe_buffers`.
+    _graph_local_lens: torch.Tensor | None = None
+    _graph_kernel_lens: torch.Tensor | None = None
+
+    def init_stripe_buffers(self, max_bs: int, device: torch.device | str) -> None:
+        """Allocate what captured graphs read, once, for batches of up to `max_bs` requests."""
+        dcp_size = state.get_state().dcp_size
+        self._graph_local_lens = torch.zeros(dcp_size * max_bs, dtype=torch.int32, device=device)
+        self._graph_kernel_lens = torch.ones(max_bs, dtype=torch.int32, device=device)
+
+    def fill_stripe_lens(self, seq_lens: torch.Tensor, in_graph: bool) -> None:
+        """Set `local_lens` and `kernel_lens` from global lengths [B], without a host sync.
+
+        Args:
+            seq_lens: [B] int32 or int64, lengths including the token of this step.
+            in_graph: write into the static buffers that captured graphs read. Their addresses
+                depend only on B, so a graph captured at B finds them at each replay.
+        """
+        dcp, bs = state.get_state(), seq_lens.shape[0]
+        if in_graph:
+            assert self._graph_local_lens is not None and self._graph_kernel_lens is not None
+            self.local_lens = self._graph_local_lens[: dcp.dcp_size * bs].view(dcp.dcp_size, bs)
+            self.kernel_lens = self._graph_kernel_lens[:bs]
+        else:
+            self.local_lens = seq_lens.new_empty((dcp.dcp_size, bs), dtype=torch.int32)
+            self.kernel_lens = seq_lens.new_empty(bs, dtype=torch.int32)
+        fill_local_lens(seq_lens, self.local_lens, self.kernel_lens, dcp.dcp_rank, dcp.dcp_size)
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Stages 2 and 4-7; q is q_nope [B, H/c, 512], k the latent [B, 1, 512], rope apart."""
+        assert q_rope is not None, "DCP needs q_nope and q_pe apart"
+        if k is not None and save_kv_cache:
+            pool: Any = self.token_to_kv_pool  # type: ignore[attr-defined]
+            pool.set_mla_kv_buffer(layer, forward_batch.out_cache_loc, k, k_rope)
+        heads = layer.tp_q_head_num
+        q_nope = q.view(-1, heads, layer.v_head_dim)
+        q_pe = q_rope.view(-1, heads, layer.head_dim - layer.v_head_dim)
+        return decode_over_stripes(self, q_nope, q_pe, layer)  # type: ignore[arg-type]
+
+    def forward_extend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Prefill attention on expanded K and V; with an LSE, it is returned in base e.
+
+        Upstream merges prefix chunks with a kernel that expects base e, whatever base the chunk's
+        attention returned (sglang issue 40903).
+        """
+        if layer.v_head_dim == self.token_to_kv_pool.kv_lora_rank:  # type: ignore[attr-defined]
+            raise RuntimeError(
+                "absorbed prefill was asked for over a striped pool, of which this rank holds only "
+                "its own tokens; DCP prefills on expanded K and V. This is a bug of sglang-dcp."
+            )
+        result = super().forward_extend(q, k, v, layer, *args, **kwargs)  # type: ignore[misc]
+        if isinstance(result, tuple) and self.extend_lse_base == "2":
+            o, lse = result
+            return o, lse * math.log(2)
+        return result

@@ -1,0 +1,180 @@
+"""SGLang's Triton MLA kernels over the stripe: token-granular indices, natural-log LSE."""
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.triton_backend import TritonAttnBackend, logit_capping_mod
+from sglang.srt.layers.attention.triton_ops.decode_attention import _decode_grouped_att_m_fwd
+
+from sglang_dcp import state
+from sglang_dcp.attention.stripe import StripeMixin
+from sglang_dcp.kernels.kv_index import build_local_kv_indices
+from sglang_dcp.kernels.split_reduce import reduce_splits
+from sglang_dcp.prefix_gather import GatherPlan, make_gather_plan
+
+
+class DcpTritonBackend(StripeMixin, TritonAttnBackend):
+    """Decode over the stripe; prefill with a prefix attends, absorbed, to the gathered prefix."""
+
+    lse_base = "e"
+    _striped = False  # True while upstream's metadata code runs for a decode batch
+    _prefix_plan: GatherPlan
+
+    def __init__(self, model_runner: Any) -> None:
+        super().__init__(model_runner)
+        dcp_size = state.get_state().dcp_size
+        self.num_head *= dcp_size
+        # The split buffers are [tokens, heads, splits, 512] float32: c times the heads, 1/c of
+        # the tokens each rank reads, so 1/c of the splits keeps both size and parallelism.
+        self.max_kv_splits = max(1, self.max_kv_splits // dcp_size)
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        self._striped = forward_batch.forward_mode.is_decode_or_idle()
+        try:
+            super().init_forward_metadata(forward_batch)
+        finally:
+            striped, self._striped = self._striped, False
+        if not striped and any(forward_batch.extend_prefix_lens_cpu):
+            self._plan_prefix(forward_batch)
+
+    def _plan_prefix(self, forward_batch: Any) -> None:
+        """Gather the prefix into a contiguous buffer: its rows are then 0, 1, 2, ..."""
+        dcp, lens = state.get_state(), forward_batch.extend_prefix_lens_cpu
+        slots = self.forward_metadata.kv_indices
+        self._prefix_plan = make_gather_plan(
+            slots, [0] * len(lens), lens, dcp.dcp_rank, dcp.dcp_size
+        )
+        self.forward_metadata.kv_indices = torch.arange(slots.shape[0], device=slots.device)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *args: Any, **kw: Any) -> None:
+        most = max_num_tokens * (self.max_context_len // state.get_state().dcp_size + 1)
+        indices = torch.zeros(most, dtype=torch.int32, device=self.device)
+        super().init_cuda_graph_state(max_bs, max_num_tokens, indices)
+        self.init_stripe_buffers(max_bs, self.device)
+
+    def _fill_kv_indptr_and_indices(
+        self,
+        bs: int,
+        seq_lens: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        kv_indices: torch.Tensor,
+    ) -> torch.Tensor:
+        """Upstream's seam for eager decode and for extend; only decode reads the stripe."""
+        if not self._striped:
+            return super()._fill_kv_indptr_and_indices(bs, seq_lens, req_pool_indices, kv_indices)
+        return self._fill_stripe(bs, seq_lens, req_pool_indices, kv_indices, in_graph=False)
+
+    def _update_decode_kv_buffers(
+        self, bs: int, seq_lens: torch.Tensor, req_pool_indices: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None]:
+        """Upstream's seam for captured decode graphs."""
+        kv_indptr = self._fill_stripe(
+            bs, seq_lens[:bs], req_pool_indices[:bs], self.cuda_graph_kv_indices, in_graph=True
+        )
+        return kv_indptr, None, None
+
+    def _fill_stripe(
+        self,
+        bs: int,
+        seq_lens: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        kv_indices: torch.Tensor,
+        in_graph: bool,
+    ) -> torch.Tensor:
+        dcp = state.get_state()
+        self.fill_stripe_lens(seq_lens, in_graph)
+        kv_indptr = self.kv_indptr[: bs + 1]
+        kv_indptr[1:] = torch.cumsum(self.kernel_lens, dim=0)
+        build_local_kv_indices(
+            self.req_to_token,
+            req_pool_indices,
+            seq_lens,
+            kv_indptr,
+            kv_indices,
+            dcp.dcp_rank,
+            dcp.dcp_size,
+        )
+        return kv_indptr
+
+    def get_num_kv_splits(self, num_kv_splits: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        """Splits follow the local lengths; upstream passes the global ones."""
+        super().get_num_kv_splits(num_kv_splits, self.kernel_lens)
+
+    def attend_stripe(self, q: torch.Tensor, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """q [B, H, 576] -> o [B, H, 512], lse [B, H], base e."""
+        metadata = self.forward_metadata
+        k_buffer, v_buffer = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+        _decode_grouped_att_m_fwd(
+            q,
+            k_buffer,
+            v_buffer,
+            metadata.attn_logits,
+            metadata.attn_lse,
+            metadata.kv_indptr,
+            metadata.kv_indices,
+            metadata.num_kv_splits,
+            self.max_kv_splits,
+            layer.scaling,
+            logit_capping_mod(layer.logit_capping_method, layer.logit_cap),
+            has_mla=True,
+        )
+        return reduce_splits(
+            metadata.attn_logits,
+            metadata.attn_lse,
+            metadata.kv_indptr,
+            metadata.num_kv_splits,
+            num_tokens=q.shape[0],
+            dtype=q.dtype,
+        )
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Without a prefix upstream's MHA; with one, absorbed MLA over prefix and fresh tokens."""
+        if q_rope is None or k_rope is None:
+            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+        if save_kv_cache:
+            self.token_to_kv_pool.set_mla_kv_buffer(layer, forward_batch.out_cache_loc, k, k_rope)
+        prefix = torch.cat(
+            self._gather_prefix(layer, q.dtype), dim=-1
+        )
+        metadata = self.forward_metadata
+        o = q.new_empty((q.shape[0], layer.tp_q_head_num, layer.v_head_dim))
+        self.extend_attention_fwd(
+            torch.cat([q, q_rope], dim=-1),
+            torch.cat([k, k_rope], dim=-1),
+            v.contiguous(),
+            o,
+            prefix,
+            prefix[..., : layer.v_head_dim],
+            metadata.qo_indptr,
+            metadata.kv_indptr,
+            metadata.kv_indices,
+            None,  # no custom mask
+            True,  # causal among the fresh tokens
+            None,
+            metadata.max_extend_len,
+            1.0,
+            1.0,
+            layer.scaling,
+            logit_cap=logit_capping_mod(layer.logit_capping_method, layer.logit_cap),
+        )
+        return o.flatten(1)
+
+    def _gather_prefix(self, layer: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """nope [S, 1, 512] and rope [S, 1, 64] of all prefixes, S = sum of their lengths."""
+        nope, rope = self.token_to_kv_pool.gather_prefix(layer.layer_id, self._prefix_plan, dtype)
+        return nope.unsqueeze(1), rope
+
+
+def create_backend(runner: Any) -> DcpTritonBackend:
+    """Factory for ATTENTION_BACKENDS["triton"]."""
+    return DcpTritonBackend(runner)

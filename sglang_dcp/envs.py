@@ -1,0 +1,45 @@
+"""Every environment variable that this package reads, with its meaning; nothing else reads os.environ for settings."""
+
+import os
+
+#: Folder to which each rank writes its counters (rank-<r>.json) when asked for /server_info.
+COUNTERS_DIR = "SGLANG_DCP_COUNTERS_DIR"
+#: Set by the launchers: the whitelist of general plugins (SGLang's own variable).
+SGLANG_PLUGINS = "SGLANG_PLUGINS"
+
+
+def counters_dir() -> str | None:
+    """Folder for the ranks' counters, or None: count nothing."""
+    return os.environ.get(COUNTERS_DIR) or None
+
+
+def plugin_excluded(entry_point: str) -> bool:
+    """True if SGLang's plugin whitelist is set and does not name `entry_point`."""
+    allowed = os.environ.get(SGLANG_PLUGINS, "")
+    return bool(allowed) and entry_point not in {name.strip() for name in allowed.split(",")}
+
+
+#: What SGLang 0.5.14 needs in order to run without a GPU, beyond `--device cpu`.
+CPU_RECIPE = {
+    "SGLANG_USE_CPU_ENGINE": "1",  # is_cpu(); without it the rotary embedding imports vllm
+    "SGLANG_NCCL_SO_PATH": "none",  # the CUDA build's NCCL loads but cannot serve; PyNccl turns off
+    "TORCH_COMPILE_DISABLE": "1",  # one inductor C++ compilation costs 18 s and needs a compiler
+    "OMP_NUM_THREADS": "1",  # SGLang does not cap threads on CPU; ranks would fight for cores
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def set_cpu_recipe(num_ranks: int) -> None:
+    """Set the CPU recipe for this process and its children; values that the user has set stay.
+
+    Args:
+        num_ranks: tensor-parallel size; without AMX only the number of fields of the thread
+            binding is used, and SGLang wants one for each TP rank.
+    """
+    for name, value in CPU_RECIPE.items():
+        os.environ.setdefault(name, value)
+    num_cores = os.cpu_count() or 1
+    bind = "|".join(str(rank % num_cores) for rank in range(num_ranks))
+    if num_ranks > 1:
+        os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", bind)

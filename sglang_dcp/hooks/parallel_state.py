@@ -1,0 +1,88 @@
+"""Hooks on sglang.srt.distributed.parallel_state: the DCP groups live as long as its own."""
+
+import logging
+from typing import Any
+
+import torch
+from sglang.srt.distributed import parallel_state
+from sglang.srt.server_args import get_global_server_args
+
+from sglang_dcp import state
+from sglang_dcp.comm.base import Communicator
+from sglang_dcp.comm.registry import COMM_BACKENDS, GroupInfo, resolve_auto
+from sglang_dcp.comm.transport import PyncclTransport, TorchTransport
+from sglang_dcp.layout import dcp_groups
+
+logger = logging.getLogger(__name__)
+
+
+def _max_decode_tokens(server_args: Any) -> int:
+    """Tokens that the communicator's static buffers must hold: the largest captured batch."""
+    decode = server_args.cuda_graph_config.decode
+    sizes = [decode.max_bs or 0, *(decode.bs or [])]
+    return max(max(sizes), 64)
+
+
+def _make_communicator(server_args: Any, coordinator: Any) -> Communicator:
+    on_gpu = server_args.device == "cuda"
+    transport = (
+        PyncclTransport(coordinator.pynccl_comm)
+        if on_gpu
+        else TorchTransport(coordinator.device_group)
+    )
+    model_config = server_args.get_model_config()
+    attn_tp_size = parallel_state.get_attn_tp_group().world_size
+    name = server_args.dcp_comm_backend
+    if name == "auto":
+        name = resolve_auto(
+            GroupInfo(ranks=tuple(coordinator.ranks), device=server_args.device)
+        )
+    comm = COMM_BACKENDS[name](
+        transport,
+        num_heads=model_config.num_attention_heads // attn_tp_size * server_args.dcp_size,
+        kv_lora_rank=model_config.kv_lora_rank,
+        qk_rope_head_dim=model_config.qk_rope_head_dim,
+        max_tokens=_max_decode_tokens(server_args),
+        dtype=model_config.dtype,
+        device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"),
+    )
+    comm.warm_up()
+    return comm
+
+
+def after_initialize_model_parallel(result: None, *args: Any, **kwargs: Any) -> None:
+    """AFTER initialize_model_parallel: build TP x CP, before memory is measured.
+
+    Every world rank calls this once, for the target model only; the communicator's buffers and
+    NCCL's own are therefore outside the memory that is profiled for the KV cache.
+    """
+    server_args = get_global_server_args()
+    world = parallel_state.get_world_group()
+    attn_tp = parallel_state.get_attn_tp_group()
+    groups = dcp_groups(world.world_size, attn_tp.world_size, server_args.dcp_size)
+    coordinator = parallel_state.init_model_parallel_group(
+        groups,
+        world.local_rank,
+        torch.distributed.get_backend(world.device_group),
+        use_pynccl=server_args.device == "cuda",
+        use_custom_allreduce=False,
+        use_mscclpp_allreduce=False,
+        use_torch_symm_mem_allreduce=False,
+        group_name="dcp",
+    )
+    comm = _make_communicator(server_args, coordinator)
+    state.set_state(
+        state.DcpState(
+            dcp_size=server_args.dcp_size,
+            dcp_rank=coordinator.rank_in_group,
+            group_ranks=tuple(coordinator.ranks),
+            coordinator=coordinator,
+            comm=comm,
+        )
+    )
+    logger.info(f"DCP group {coordinator.ranks}: communicator {comm.name}.")
+
+
+def before_destroy_model_parallel() -> None:
+    """BEFORE destroy_model_parallel: ours goes first, while its process group still exists."""
+    state.clear_state()

@@ -1,0 +1,76 @@
+"""Hooks on sglang.srt.managers.scheduler: the second phase of activation, and its proof."""
+
+import logging
+from typing import Any
+
+from sglang_dcp import counters, state
+from sglang_dcp.hooks import registry, table
+
+logger = logging.getLogger(__name__)
+
+
+def activate(server_args: Any) -> None:
+    """Apply every patch that `server_args` calls for in this scheduler process, or raise.
+
+    Raises:
+        PatchError: a target is missing, changed or patched by others. It propagates out of the
+            scheduler's start and ends the server.
+    """
+    patches = table.phase_two(server_args)
+    try:
+        registry.apply(patches)
+    except registry.PatchError as error:
+        # The registry logs a traceback of its own for each hook; ours comes last and alone.
+        logger.error(str(error))
+        raise
+    if server_args.dcp_size > 1:
+        from sglang_dcp.hooks.forward_mha import force_expanded_prefill
+
+        force_expanded_prefill()
+        logger.info(
+            f"DCP is on: dcp_size={server_args.dcp_size}, {len(patches)} patches applied and "
+            f"verified, page_size {server_args.page_size} = {server_args.dcp_size} x "
+            f"{server_args.page_size // server_args.dcp_size}."
+        )
+
+
+def before_configure_scheduler_process(server_args: Any, *args: Any, **kwargs: Any) -> None:
+    """BEFORE configure_scheduler_process: the first code of a scheduler that knows its arguments."""
+    activate(server_args)
+
+
+def after_get_init_info(result: dict[str, Any], self: Any) -> dict[str, Any]:
+    """AFTER Scheduler.get_init_info: tell the launcher that this scheduler really is striped."""
+    dcp = state.get_state()
+    pool = self.token_to_kv_pool_allocator.get_kvcache()
+    return {
+        **result,
+        "dcp_size": dcp.dcp_size,
+        "dcp_comm_backend": dcp.comm.name,
+        "dcp_kv_rows_per_rank": pool.size,
+        "dcp_physical_page_size": pool.page_size,
+    }
+
+
+def after_get_internal_state(result: Any, self: Any, recv_req: Any) -> Any:
+    """AFTER Scheduler.get_internal_state, which runs on every rank: flush this rank's counters.
+
+    Only rank 0's answer reaches the client of /server_info.
+    """
+    pool = self.token_to_kv_pool_allocator.get_kvcache()
+    first_layer = pool.kv_buffer[0]
+    in_use = first_layer[pool.page_size :].flatten(1).any(dim=1)  # page 0 is the dummy page
+    info = {
+        "kv_rows_allocated": pool.size,
+        "kv_rows_written": int(in_use.sum()),
+        "kv_bytes": pool.get_kv_size_bytes(),
+        "kv_tokens": self.max_total_num_tokens,
+        "attention_backend": self.server_args.attention_backend,
+        "pool": type(pool).__name__,
+    }
+    if state.is_initialized():
+        dcp = state.get_state()
+        info.update(dcp_size=dcp.dcp_size, dcp_rank=dcp.dcp_rank, comm_backend=dcp.comm.name)
+    model_runner = self.tp_worker.model_runner
+    counters.flush(model_runner.tp_size * model_runner.pp_rank + model_runner.tp_rank, info)
+    return result

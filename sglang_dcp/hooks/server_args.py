@@ -1,0 +1,198 @@
+"""Hooks on sglang.srt.server_args: the DCP arguments as real fields, and what follows from them.
+
+Everything DCP changes in other arguments is recorded in `dcp_derived` as name -> (asked, derived).
+ServerArgs runs its whole `__post_init__` again on `dataclasses.replace` and on `asdict` round
+trips, so the recorded changes are first undone and then derived anew: `replace(args, dcp_size=1)`
+is the argument set of a server without DCP.
+"""
+
+import copy
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Annotated, Any, Optional
+
+from sglang.srt.arg_groups.arg_utils import Arg
+from sglang.srt.utils import is_sm90_supported
+
+from sglang_dcp import envs
+from sglang_dcp.comm.registry import comm_backend_names
+from sglang_dcp.hooks.guards import check_dcp_size, check_server_args
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class ArgField:
+    """One dataclass field to be added to ServerArgs.
+
+    Attributes:
+        name: field name; the CLI flag follows from it.
+        annotation: `Annotated[type, Arg(...)]`, as SGLang writes its own fields.
+        default: default value.
+    """
+
+    name: str
+    annotation: Any
+    default: Any
+
+    def add_to(self, cls: type) -> None:
+        """Add the field to dataclass `cls` as if it had been declared there."""
+        field = dataclasses.field(default=self.default)
+        field.name = self.name
+        field.type = self.annotation
+        field._field_type = dataclasses._FIELD  # type: ignore[attr-defined]
+        cls.__dataclass_fields__[self.name] = field  # type: ignore[attr-defined]
+        cls.__annotations__[self.name] = self.annotation
+        setattr(cls, self.name, self.default)
+
+
+DCP_SIZE = ArgField(
+    "dcp_size",
+    Annotated[
+        int,
+        Arg(
+            help="Decode context parallel size: the MLA KV cache of every request is striped by "
+            "token over this many consecutive ranks of each attention TP group. A power of two "
+            "that divides the attention TP size; 1 turns it off.",
+            aliases=["--decode-context-parallel-size"],
+        ),
+    ],
+    1,
+)
+DCP_COMM_BACKEND = ArgField(
+    "dcp_comm_backend",
+    Annotated[
+        str,
+        Arg(
+            help="How decode context parallelism gathers queries and exchanges partial outputs; "
+            "'auto' picks the fastest that the machine supports.",
+            choices=comm_backend_names(),
+        ),
+    ],
+    "auto",
+)
+DCP_DERIVED = ArgField("dcp_derived", Annotated[Optional[dict], Arg(no_cli=True)], None)  # noqa: UP045
+FIELDS = (DCP_SIZE, DCP_COMM_BACKEND, DCP_DERIVED)
+
+
+def _undo_derived(kwargs: dict[str, Any], derived: dict[str, Any] | None) -> None:
+    """Put back what the user had asked for wherever `kwargs` still holds a derived value."""
+    for name, (asked, value) in (derived or {}).items():
+        if name == "cuda_graph_prefill":
+            config = copy.deepcopy(kwargs.get("cuda_graph_config"))
+            if hasattr(config, "prefill") and config.prefill.backend == value:
+                config.prefill.backend = asked
+                kwargs["cuda_graph_config"] = config
+        elif kwargs.get(name) == value:
+            kwargs[name] = asked
+
+
+def verify_phase_one() -> None:
+    """Raise PatchError if an argument hook did not take effect in this process."""
+    from sglang_dcp.hooks import registry, table
+
+    registry.verify(table.ARGUMENTS)
+
+
+def around_init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """AROUND ServerArgs.__init__: the generated method knows only the fields it was made with."""
+    values = {field.name: kwargs.pop(field.name, field.default) for field in FIELDS}
+    check_dcp_size(values["dcp_size"])
+    if values["dcp_size"] > 1:
+        verify_phase_one()
+    _undo_derived(kwargs, values["dcp_derived"])
+    self.__dict__.update(values, dcp_derived=None)
+    original(self, *args, **kwargs)
+
+
+def around_eq(original: Callable[..., Any], self: Any, other: Any) -> Any:
+    """AROUND ServerArgs.__eq__: two argument sets that differ only in DCP fields are not equal."""
+    equal = original(self, other)
+    if equal is not True:
+        return equal
+    return all(getattr(self, f.name) == getattr(other, f.name) for f in FIELDS)
+
+
+def after_repr(result: str, self: Any) -> str:
+    """AFTER ServerArgs.__repr__: show the DCP fields as the generated method shows its own."""
+    shown = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in FIELDS)
+    return f"{result[:-1]}, {shown})"
+
+
+def _derive(args: Any, name: str, value: Any) -> None:
+    """Set argument `name` to `value` and record what it was."""
+    asked = getattr(args, name)
+    if asked != value:
+        args.dcp_derived = {**(args.dcp_derived or {}), name: (asked, value)}
+        setattr(args, name, value)
+
+
+def before_handle_cpu_backends(self: Any) -> None:
+    """BEFORE ServerArgs._handle_cpu_backends: the CPU recipe and its attention backend."""
+    if self.device != "cpu":
+        return
+    envs.set_cpu_recipe(num_ranks=self.tp_size)
+    if self.is_attention_backend_not_set() and self.use_mla_backend():
+        # Upstream's default (intel_amx) has no MLA and no LSE without AMX.
+        self.attention_backend = "torch_mla"
+
+
+def before_attention_backend(self: Any) -> None:
+    """BEFORE ServerArgs._handle_attention_backend_compatibility: a default that DCP supports."""
+    if self.dcp_size > 1 and self.device == "cuda" and self.is_attention_backend_not_set():
+        if is_sm90_supported():  # upstream picks fa3 here, which returns no LSE for the stripe
+            _derive(self, "attention_backend", "flashmla")
+
+
+def after_handle_cuda_graph_config(result: None, self: Any) -> None:
+    """AFTER ServerArgs._handle_cuda_graph_config: no prefill graph.
+
+    Under a prefill graph every extend attends absorbed over the paged pool, which holds a stripe.
+    """
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase
+
+    prefill = self.cuda_graph_config.prefill
+    if self.dcp_size == 1 or prefill.backend == Backend.DISABLED:
+        return
+    if (Phase.PREFILL, "backend") in self._cuda_graph_config_locked:
+        raise ValueError(
+            f"--dcp-size {self.dcp_size} with a prefill CUDA graph ({prefill.backend}) was asked "
+            "for: under it every prefill reads the whole prefix from one rank's pool, which holds "
+            f"1/{self.dcp_size} of it. Leave out the prefill graph option or use "
+            "--disable-prefill-cuda-graph."
+        )
+    self.dcp_derived = {"cuda_graph_prefill": (prefill.backend, Backend.DISABLED)}
+    prefill.backend = Backend.DISABLED
+
+
+def after_handle_page_size(result: None, self: Any) -> None:
+    """AFTER ServerArgs._handle_page_size: widen once (seed: physical C rows, logical c*C).
+
+    From here on every part of SGLang sees virtual pages of P * c tokens; the pool's constructor
+    and the attention backends narrow again.
+    """
+    if self.dcp_size > 1:
+        _derive(self, "page_size", self.page_size * self.dcp_size)
+
+
+def after_post_init(result: None, self: Any) -> None:
+    """AFTER ServerArgs.__post_init__: derive the rest, then refuse what no test exercises."""
+    if self.dcp_size == 1:
+        return
+    if self.model_path.lower() in ("none", "dummy"):
+        return  # upstream returns early too: an argument set without a model cannot serve
+    check_server_args(self)
+    page_size, asked = self.page_size, self.chunked_prefill_size
+    _derive(self, "chunked_prefill_size", max(asked // page_size, 1) * page_size)
+    if asked != self.chunked_prefill_size:
+        logger.info(
+            f"DCP: chunked_prefill_size {asked} -> {self.chunked_prefill_size}, a multiple of the "
+            f"widened page ({page_size} tokens)."
+        )
+
+
+def physical_page_size(args: Any) -> int:
+    """Rows of one page on one rank, P: the widened page size over dcp_size."""
+    assert args.page_size % args.dcp_size == 0, (args.page_size, args.dcp_size)
+    return args.page_size // args.dcp_size

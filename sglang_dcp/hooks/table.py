@@ -1,0 +1,408 @@
+"""The one list of what sglang-dcp changes in SGLang 0.5.14.
+
+ARGUMENTS apply in every process with the plugin (phase 1) and change argument handling only;
+LAUNCH proves that the schedulers are what was asked for. The rest applies in scheduler processes
+(phase 2): DCP when dcp_size > 1, CPU on --device cpu, OBSERVE when counters are asked for.
+"""
+
+import importlib.util
+from typing import Any
+
+from sglang_dcp import envs
+from sglang_dcp.hooks.registry import Patch
+
+_SRT = "sglang.srt."
+_ARGS = _SRT + "server_args.ServerArgs."
+_SCHEDULER = _SRT + "managers.scheduler."
+_HOOKS = "sglang_dcp.hooks."
+_ATTENTION = "sglang_dcp.attention."
+_BACKENDS = _SRT + "layers.attention.attention_registry.ATTENTION_BACKENDS"
+_MHA = _SRT + "models.deepseek_common.attention_forward_methods.forward_mha."
+_MHA_MIXIN = _SRT + "model_executor.forward_batch_deepseek_mha_mixin."
+_NATIVE = "SGLang's own DCP covers this release's MLA backends on Hopper"
+_CPU_GONE = "SGLang serves MLA models on CPU without AMX"
+
+ARGUMENTS: tuple[Patch, ...] = (
+    *(
+        Patch(
+            name=f"field-{name}",
+            target=_ARGS + name,
+            kind="field",
+            params=None,
+            hook=_HOOKS + "server_args:" + name.upper(),
+            why="a real field travels through CLI, YAML, pickle, asdict, replace and server info",
+            remove_when=_NATIVE,
+            test="tests/test_server_args.py::test_fields_travel",
+            missing_upstream=True,
+        )
+        for name in ("dcp_size", "dcp_comm_backend", "dcp_derived")
+    ),
+    Patch(
+        name="args-init",
+        target=_ARGS + "__init__",
+        kind="around",
+        params=None,  # the generated signature lists every field of the release
+        hook=_HOOKS + "server_args:around_init",
+        why="the generated __init__ rejects fields that were added after it",
+        remove_when=_NATIVE,
+        test="tests/test_server_args.py::test_fields_travel",
+    ),
+    Patch(
+        name="args-eq",
+        target=_ARGS + "__eq__",
+        kind="around",
+        params=("self", "other"),
+        hook=_HOOKS + "server_args:around_eq",
+        why="two argument sets that differ only in dcp_size must not compare equal",
+        remove_when=_NATIVE,
+        test="tests/test_server_args.py::test_eq_and_repr_see_dcp",
+    ),
+    Patch(
+        name="args-repr",
+        target=_ARGS + "__repr__",
+        kind="after",
+        params=("self",),
+        hook=_HOOKS + "server_args:after_repr",
+        why="the launcher logs its arguments by repr",
+        remove_when=_NATIVE,
+        test="tests/test_server_args.py::test_eq_and_repr_see_dcp",
+    ),
+    Patch(
+        name="args-cpu",
+        target=_ARGS + "_handle_cpu_backends",
+        kind="before",
+        params=("self",),
+        hook=_HOOKS + "server_args:before_handle_cpu_backends",
+        why="on CPU upstream picks a backend that needs AMX and has no MLA",
+        remove_when=_CPU_GONE,
+        test="tests/test_server_args.py::test_cpu_default_backend",
+    ),
+    Patch(
+        name="args-backend",
+        target=_ARGS + "_handle_attention_backend_compatibility",
+        kind="before",
+        params=("self",),
+        hook=_HOOKS + "server_args:before_attention_backend",
+        why="upstream's default on Hopper (fa3) cannot attend to a stripe",
+        remove_when=_NATIVE,
+        test="tests/test_server_args.py::test_hopper_default_backend",
+    ),
+    Patch(
+        name="args-graph",
+        target=_ARGS + "_handle_cuda_graph_config",
+        kind="after",
+        params=("self",),
+        hook=_HOOKS + "server_args:after_handle_cuda_graph_config",
+        why="under a prefill graph every extend attends absorbed over the paged pool",
+        remove_when=_NATIVE,
+        test="tests/test_server_args.py::test_prefill_graph_is_off",
+    ),
+    Patch(
+        name="args-page",
+        target=_ARGS + "_handle_page_size",
+        kind="after",
+        params=("self",),
+        hook=_HOOKS + "server_args:after_handle_page_size",
+        why="scheduler, allocator and radix tree work on virtual pages of P * c tokens",
+        remove_when=_NATIVE,
+        test="tests/test_server_args.py::test_page_widening_survives_replace",
+    ),
+    Patch(
+        name="args-check",
+        target=_ARGS + "__post_init__",
+        kind="after",
+        params=("self",),
+        hook=_HOOKS + "server_args:after_post_init",
+        why="a combination that no test exercises must not serve",
+        remove_when=_NATIVE,
+        test="tests/test_guards.py",
+    ),
+)
+
+LAUNCH: tuple[Patch, ...] = (
+    Patch(
+        name="launch-check",
+        target=_SRT + "entrypoints.engine.Engine._launch_scheduler_processes",
+        kind="around",
+        params=("cls", "server_args", "port_args", "run_scheduler_process_func"),
+        hook=_HOOKS + "engine:around_launch_scheduler_processes",
+        why="a scheduler without the plugin would serve unstriped on widened pages",
+        remove_when=_NATIVE,
+        test="tests/test_launch_refusals.py::test_scheduler_without_plugin",
+    ),
+)
+
+SCHEDULER: tuple[Patch, ...] = (
+    Patch(
+        name="activate",
+        target=_SCHEDULER + "configure_scheduler_process",
+        kind="before",
+        params=(
+            "server_args",
+            "gpu_id",
+            "tp_rank",
+            "attn_cp_rank",
+            "moe_dp_rank",
+            "moe_ep_rank",
+            "pp_rank",
+            "dp_rank",
+        ),
+        hook=_HOOKS + "scheduler:before_configure_scheduler_process",
+        why="phase 2 must know the arguments, and an error there must end the process",
+        remove_when=_NATIVE,
+        test="tests/test_hooks.py::test_plugin_unused_patches_arguments_only",
+    ),
+)
+
+DCP: tuple[Patch, ...] = (
+    Patch(
+        name="ready-message",
+        target=_SCHEDULER + "Scheduler.get_init_info",
+        kind="after",
+        params=("self",),
+        hook=_HOOKS + "scheduler:after_get_init_info",
+        why="the launcher must see that this scheduler is striped",
+        remove_when=_NATIVE,
+        test="tests/test_launch_refusals.py::test_scheduler_without_plugin",
+    ),
+    Patch(
+        name="groups",
+        target=_SRT + "distributed.parallel_state.initialize_model_parallel",
+        kind="after",
+        params=(
+            "tensor_model_parallel_size",
+            "expert_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "attention_data_parallel_size",
+            "attention_context_model_parallel_size",
+            "moe_data_model_parallel_size",
+            "backend",
+            "duplicate_tp_group",
+            "enable_symm_mem",
+            "recovered_rank",
+        ),
+        hook=_HOOKS + "parallel_state:after_initialize_model_parallel",
+        why="the DCP groups, inside TP, before memory is profiled",
+        remove_when=_NATIVE,
+        test="tests/test_serve.py",
+    ),
+    Patch(
+        name="groups-destroy",
+        target=_SRT + "distributed.parallel_state.destroy_model_parallel",
+        kind="before",
+        params=(),
+        hook=_HOOKS + "parallel_state:before_destroy_model_parallel",
+        why="our communicator must go before the process groups that it uses",
+        remove_when=_NATIVE,
+        test="tests/test_hooks.py::test_destroy_clears_state",
+    ),
+    Patch(
+        name="capacity",
+        target=_SRT + "model_executor.pool_configurator.DefaultPoolConfigurator.calculate_pool_sizes",
+        kind="around",
+        params=("self", "available_bytes", "page_size"),
+        hook=_HOOKS + "pool_configurator:around_calculate_pool_sizes",
+        why="without it a striped pool would be filled to 1 / c",
+        remove_when=_NATIVE,
+        test="tests/test_serve.py::test_capacity_without_max_total_tokens",
+    ),
+    Patch(
+        name="target-pools",
+        target=_SRT + "model_executor.model_runner.ModelRunner._init_pools",
+        kind="around",
+        params=("self",),
+        hook=_HOOKS + "memory_pool:around_init_pools",
+        why="only the target model's pool is striped",
+        remove_when=_NATIVE,
+        test="tests/test_serve.py",
+    ),
+    Patch(
+        name="pool",
+        target=_SRT + "mem_cache.memory_pool.MLATokenToKVPool.__init__",
+        kind="around",
+        params=(
+            "self",
+            "size",
+            "page_size",
+            "dtype",
+            "kv_lora_rank",
+            "qk_rope_head_dim",
+            "layer_num",
+            "device",
+            "enable_memory_saver",
+            "start_layer",
+            "end_layer",
+            "use_dsa",
+            "override_kv_cache_dim",
+        ),
+        hook=_HOOKS + "memory_pool:around_mla_pool_init",
+        why="narrow: C rows and pages of P instead of c * C slots and pages of P * c",
+        remove_when=_NATIVE,
+        test="tests/test_pool.py",
+    ),
+    Patch(
+        name="prefix-read",
+        target=_MHA + "DeepseekMHAForwardMixin._get_mla_kv_buffer",
+        kind="around",
+        params=("self", "kv_indices", "dst_dtype", "forward_batch"),
+        hook=_HOOKS + "forward_mha:around_get_mla_kv_buffer",
+        why="prefill reads whole prefixes, which lie on all ranks (pass-KV)",
+        remove_when=_NATIVE,
+        test="tests/test_prefix_gather.py",
+    ),
+)
+
+#: Makes the model hand q_nope and q_pe over apart (decode.py gathers them without a copy).
+_APART = _SRT + "models.deepseek_common.utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS"
+
+
+def _backend(name: str) -> tuple[Patch, ...]:
+    """The patches that put our attention backend under an upstream name."""
+    item = Patch(
+        name=f"backend-{name}",
+        target=f"{_BACKENDS}[{name}]",
+        kind="item",
+        params=None,
+        hook=f"{_ATTENTION}{name}:create_backend",
+        why="narrow: attention over the stripe, with an LSE",
+        remove_when=_NATIVE,
+        test=f"tests/gpu/test_backends.py::test_{name}",
+    )
+    apart = Patch(
+        name=f"apart-{name}",
+        target=f"{_APART}[{name}]",
+        kind="append",
+        params=None,
+        hook="",
+        why="stage 4 takes q_nope and q_pe where they lie",
+        remove_when=_NATIVE,
+        test=f"tests/gpu/test_backends.py::test_{name}",
+    )
+    return (item, apart)
+
+
+def _cpu_kernel(name: str, module: str, why: str) -> Patch:
+    return Patch(
+        name=f"cpu-{name}",
+        target=f"{module}{name}",
+        kind="attr",
+        params=None,
+        hook=f"{_HOOKS}cpu:{name}",
+        why=why,
+        remove_when=_CPU_GONE,
+        test=f"tests/test_cpu_kernels.py::test_{name}",
+        missing_upstream=name == "merge_state_v2",
+    )
+
+
+_NO_DRIVER = "a Triton kernel cannot be launched without a GPU"
+CPU: tuple[Patch, ...] = (
+    Patch(
+        name="cpu-backend",
+        target=f"{_BACKENDS}[torch_mla]",
+        kind="item",
+        params=None,
+        hook=_ATTENTION + "torch_mla:create_backend",
+        why="no upstream backend attends to MLA caches on CPU at tp > 1 and returns an LSE",
+        remove_when=_CPU_GONE,
+        test="tests/test_serve.py",
+        missing_upstream=True,
+    ),
+    Patch(
+        name="cpu-apart",
+        target=f"{_APART}[torch_mla]",
+        kind="append",
+        params=None,
+        hook="",
+        why="torch_mla takes q_nope and q_pe apart, as the GPU backends do",
+        remove_when=_CPU_GONE,
+        test="tests/test_serve.py",
+    ),
+    Patch(
+        name="cpu-chunked",
+        target=_SRT
+        + "model_executor.model_runner.CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS[torch_mla]",
+        kind="append",
+        params=None,
+        hook="",
+        why="upstream turns the chunked prefix path off for backends it does not know",
+        remove_when=_CPU_GONE,
+        test="tests/test_serve.py",
+    ),
+    Patch(
+        name="cpu-dispatch",
+        target=_SRT
+        + "models.deepseek_common.attention_backend_handler.AttentionBackendRegistry._handlers[torch_mla]",
+        kind="item",
+        params=None,
+        hook=_HOOKS + "cpu:handle_attention_torch_mla",
+        why="unknown names are dispatched as triton, which attends absorbed to every prefix",
+        remove_when=_CPU_GONE,
+        test="tests/test_serve.py",
+        missing_upstream=True,
+    ),
+    Patch(
+        name="cpu-support-triton",
+        target=_SRT + "utils.common.support_triton",
+        kind="around",
+        params=("backend",),
+        hook=_HOOKS + "cpu:around_support_triton",
+        why=_NO_DRIVER,
+        remove_when=_CPU_GONE,
+        test="tests/test_serve.py",
+    ),
+    _cpu_kernel("alloc_extend_kernel", _SRT + "mem_cache.allocator.paged.", _NO_DRIVER),
+    _cpu_kernel("alloc_decode_kernel", _SRT + "mem_cache.allocator.paged.", _NO_DRIVER),
+    _cpu_kernel("create_chunked_prefix_cache_kv_indices", _MHA_MIXIN, _NO_DRIVER),
+    _cpu_kernel("create_flashinfer_kv_indices_triton", _MHA_MIXIN, _NO_DRIVER),
+    _cpu_kernel("merge_state_v2", _MHA, "upstream imports it on CUDA only"),
+)
+
+OBSERVE: tuple[Patch, ...] = (
+    Patch(
+        name="counters",
+        target=_SCHEDULER + "Scheduler.get_internal_state",
+        kind="after",
+        params=("self", "recv_req"),
+        hook=_HOOKS + "scheduler:after_get_internal_state",
+        why="every rank handles /server_info, but only rank 0 answers: flush counters to a folder",
+        remove_when="never: it is ours",
+        test="tests/test_serve.py",
+    ),
+)
+
+#: Attention backends that DCP replaces, by device.
+DCP_BACKENDS = {"cuda": ("flashmla", "flashinfer", "triton"), "cpu": ()}
+
+
+def phase_two(server_args: Any) -> list[Patch]:
+    """The patches that a scheduler process with these arguments needs."""
+    patches: list[Patch] = []
+    if server_args.device == "cpu":
+        patches += CPU
+    if server_args.dcp_size > 1:
+        patches += DCP
+        if server_args.device == "cuda":
+            patches += _backend(server_args.attention_backend)
+    if envs.counters_dir() is not None:
+        patches += OBSERVE
+    return patches
+
+
+def everything() -> dict[str, tuple[Patch, ...]]:
+    """All patches by the occasion on which they apply; for doctor, tests and patches/."""
+    backends = sum((_backend(name) for name in DCP_BACKENDS["cuda"] if _importable(name)), ())
+    return {
+        "arguments": ARGUMENTS,
+        "launch": LAUNCH,
+        "scheduler": SCHEDULER,
+        "dcp": DCP,
+        "backends": backends,
+        "cpu": CPU,
+        "observe": OBSERVE,
+    }
+
+
+def _importable(backend: str) -> bool:
+    needs = {"flashmla": "sgl_kernel", "flashinfer": "flashinfer", "triton": "triton"}
+    return importlib.util.find_spec(needs[backend]) is not None

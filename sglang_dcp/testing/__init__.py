@@ -1,0 +1,1 @@
+"""Tools that tests, demo and benchmarks share: small models, servers, comparisons."""
