@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests; decides before Triton is imported whether kernels are interpreted."""
+"""Fixtures of all tests; decides, before Triton is imported, whether kernels are interpreted."""
 
 import os
 

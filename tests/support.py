@@ -34,12 +34,13 @@ def attention_ref(
     v: torch.Tensor,
     lens: list[int],
     lse_base: str = "e",
-    positions: slice = slice(None),
+    positions: slice | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """float64 attention over positions[:len] of each request: o [B, H, D], lse [B, H].
 
     A request without positions gives o = 0, lse = -inf.
     """
+    positions = positions or slice(None)
     o = torch.zeros(*q.shape[:2], v.shape[2], dtype=torch.float64)
     lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float64)
     for b, length in enumerate(lens):
@@ -66,7 +67,7 @@ def stripe_states(
     states = [
         attention_ref(q, k, v, lens, lse_base, slice(r, None, dcp_size)) for r in range(dcp_size)
     ]
-    o, lse = (torch.stack(t) for t in zip(*states))
+    o, lse = (torch.stack(t) for t in zip(*states, strict=True))
     local = torch.tensor(
         [[sum(p % dcp_size == r for p in range(n)) for n in lens] for r in range(dcp_size)],
         dtype=torch.int32,

@@ -112,7 +112,7 @@ def allocate(lens, page_size, dcp_size, device, width=None):
     table = torch.full((num_reqs, width), 2**30 + 7, dtype=torch.int32)
     reqs = torch.randperm(num_reqs)[: len(lens)]
     pages = torch.randperm(sum(-(-n // wide) for n in lens)) + 1
-    for req, length in zip(reqs.tolist(), lens):
+    for req, length in zip(reqs.tolist(), lens, strict=True):
         need = -(-length // wide)
         mine, pages = pages[:need], pages[need:]
         table[req, :length] = (mine[:, None] * wide + torch.arange(wide)).flatten()[:length]
@@ -130,7 +130,7 @@ def test_build_local_kv_indices(kernel_device, impl, dcp_size, block, monkeypatc
     seq_lens = torch.tensor(lens, device=kernel_device)
     for rank in range(dcp_size):
         want = []
-        for req, length in zip(reqs.tolist(), lens):
+        for req, length in zip(reqs.tolist(), lens, strict=True):
             slots = [s for s in table[req, :length].tolist() if s % dcp_size == rank]
             want.append([s // dcp_size for s in slots] or [0])
         indptr = torch.tensor([0, *[len(w) for w in want]]).cumsum(0).int().to(kernel_device)
@@ -153,7 +153,7 @@ def test_build_block_table(kernel_device, impl, page_size, dcp_size, block, monk
     block_table = static[:, :9]
     seq_lens = torch.tensor(lens, dtype=torch.int32, device=kernel_device)
     build(table, reqs, seq_lens, block_table, page_size, dcp_size)
-    for b, (req, length) in enumerate(zip(reqs.tolist(), lens)):
+    for b, (req, length) in enumerate(zip(reqs.tolist(), lens, strict=True)):
         # every rank's stripe, read through the table, is exactly its owned rows in order
         for rank in range(dcp_size):
             want = [s // dcp_size for s in table[req, :length].tolist() if s % dcp_size == rank]

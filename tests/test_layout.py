@@ -31,7 +31,10 @@ def test_tensor_lengths_equal_integer_lengths(dcp_size, dtype):
     for rank in range(dcp_size):
         got = layout.local_len(lens, rank, dcp_size, start)
         assert got.dtype == dtype
-        want = [layout.local_len(n, rank, dcp_size, s) for n, s in zip(lens.tolist(), start.tolist())]
+        want = [
+            layout.local_len(n, rank, dcp_size, s)
+            for n, s in zip(lens.tolist(), start.tolist(), strict=True)
+        ]
         assert got.tolist() == want
 
 
@@ -42,7 +45,7 @@ def test_all_local_lens(dcp_size):
         got = layout.all_local_lens(lens, dcp_size, first)
         starts = [0] * 17 if first is None else first.tolist()
         want = [
-            [len(owned(s, n, r, dcp_size)) for n, s in zip(lens.tolist(), starts)]
+            [len(owned(s, n, r, dcp_size)) for n, s in zip(lens.tolist(), starts, strict=True)]
             for r in range(dcp_size)
         ]
         assert got.dtype == torch.int32
@@ -93,7 +96,9 @@ def test_dcp_groups():
 
 
 def test_dcp_groups_rejects_with_the_way_out():
-    with pytest.raises(ValueError, match=r"--dcp-size 4 .* has 2 ranks.* 2 % 4 = 2\. Use one of \[1, 2\]"):
+    with pytest.raises(
+        ValueError, match=r"--dcp-size 4 .* has 2 ranks.* 2 % 4 = 2\. Use one of \[1, 2\]"
+    ):
         layout.dcp_groups(64, 2, 4)  # public bug: a group across attention replicas was accepted
     with pytest.raises(ValueError, match=r"6 % 4 = 2\. Choose"):
         layout.dcp_groups(6, 4, 2)

@@ -176,7 +176,9 @@ def build_local_kv_indices_ref(
 ) -> None:
     """Torch reference of `build_local_kv_indices`; reads the lengths on the host."""
     starts = kv_indptr.tolist()
-    for b, (req, seq_len) in enumerate(zip(req_pool_indices.tolist(), seq_lens.tolist())):
+    for b, (req, seq_len) in enumerate(
+        zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=True)
+    ):
         rows = req_to_token[req, dcp_rank:seq_len:dcp_size] // dcp_size
         rows = rows if len(rows) else rows.new_zeros(1)
         kv_indices[starts[b] : starts[b] + len(rows)] = rows
@@ -260,6 +262,8 @@ def build_block_table_ref(
 ) -> None:
     """Torch reference of `build_block_table`; reads the lengths on the host."""
     wide_page = page_size * dcp_size
-    for b, (req, seq_len) in enumerate(zip(req_pool_indices.tolist(), seq_lens.tolist())):
+    for b, (req, seq_len) in enumerate(
+        zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=True)
+    ):
         pages = req_to_token[req, :seq_len:wide_page] // wide_page
         block_table[b, : len(pages)] = pages[: block_table.shape[1]]

@@ -130,7 +130,7 @@ def merge_partials_kernel(
 
     acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
-    rows = b * stride_ob + h.to(tl.int64) * stride_oh
+    rows = tl.multiple_of(b * stride_ob + h.to(tl.int64) * stride_oh, [ALIGN])
     for n in tl.static_range(N):
         owned = tl.load(lens_ptr + b + n * stride_cn) > 0
         w = weight(tl.load(lse_ptrs + n * stride_ln, mask=in_heads, other=0.0), m, owned, BASE_2)
