@@ -1,0 +1,27 @@
+"""Fixtures of all tests; decides, before Triton is imported, whether kernels are interpreted."""
+
+import os
+
+import pytest
+import torch
+
+# Without a GPU the kernels of this very process run under Triton's interpreter. Processes that
+# tests start must not inherit this by accident: they get their environment from support.clean_env.
+if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture
+def kernel_device() -> torch.device:
+    """Where launchers run real Triton code: the GPU, else the CPU under the interpreter."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def fresh_seed(request: pytest.FixtureRequest) -> int:
+    """Fresh random inputs on every run; the seed is reported with a failure, SEED repeats it."""
+    seed = int(os.environ.get("SEED", int.from_bytes(os.urandom(3), "little")))
+    torch.manual_seed(seed)
+    request.node.user_properties.append(("seed", seed))
+    print(f"SEED={seed}")
+    return seed
