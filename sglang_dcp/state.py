@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_dcp.comm.base import Communicator
+from sglang_dcp.comm import Communicator
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,15 @@ from sglang.srt.distributed import parallel_state
 from sglang.srt.server_args import get_global_server_args
 
 from sglang_dcp import state
-from sglang_dcp.comm.base import Communicator
-from sglang_dcp.comm.registry import COMM_BACKENDS, GroupInfo, resolve_auto
-from sglang_dcp.comm.transport import PyncclTransport, TorchTransport
+from sglang_dcp.comm import (
+    COMM_BACKENDS,
+    Communicator,
+    GroupInfo,
+    PyncclTransport,
+    TorchTransport,
+    Transport,
+    resolve_auto,
+)
 from sglang_dcp.layout import dcp_groups
 
 logger = logging.getLogger(__name__)
@@ -23,20 +29,34 @@ def _max_decode_tokens(server_args: Any) -> int:
     return max(max(sizes), 64)
 
 
+def _all_have_peer_access(coordinator: Any) -> bool:
+    """Whether every GPU of the group can map every other one's memory; decided together."""
+    own = torch.cuda.current_device()
+    devices: list[int] = [0] * coordinator.world_size
+    torch.distributed.all_gather_object(devices, own, group=coordinator.cpu_group)
+    others = [device for device in devices if device != own]
+    able = all(torch.cuda.can_device_access_peer(own, device) for device in others)
+    answers = [False] * coordinator.world_size
+    torch.distributed.all_gather_object(answers, able, group=coordinator.cpu_group)
+    return all(answers)
+
+
 def _make_communicator(server_args: Any, coordinator: Any) -> Communicator:
     on_gpu = server_args.device == "cuda"
-    transport = (
+    transport: Transport = (
         PyncclTransport(coordinator.pynccl_comm)
         if on_gpu
         else TorchTransport(coordinator.device_group)
     )
     model_config = server_args.get_model_config()
     attn_tp_size = parallel_state.get_attn_tp_group().world_size
-    name = server_args.dcp_comm_backend
-    if name == "auto":
-        name = resolve_auto(
-            GroupInfo(ranks=tuple(coordinator.ranks), device=server_args.device)
-        )
+    group_info = GroupInfo(
+        size=coordinator.world_size,
+        device_type=server_args.device,
+        peer_access=on_gpu and _all_have_peer_access(coordinator),
+    )
+    name, reason = resolve_auto(server_args.dcp_comm_backend, group_info)
+    logger.info(f"DCP group {coordinator.ranks}: communicator {name} ({reason}).")
     comm = COMM_BACKENDS[name](
         transport,
         num_heads=model_config.num_attention_heads // attn_tp_size * server_args.dcp_size,
@@ -80,7 +100,6 @@ def after_initialize_model_parallel(result: None, *args: Any, **kwargs: Any) -> 
             comm=comm,
         )
     )
-    logger.info(f"DCP group {coordinator.ranks}: communicator {comm.name}.")
 
 
 def before_destroy_model_parallel() -> None:

@@ -13,10 +13,11 @@ from collections.abc import Callable
 from typing import Annotated, Any, Optional
 
 from sglang.srt.arg_groups.arg_utils import Arg
+from sglang.srt.model_executor.cuda_graph_config import Backend, Phase
 from sglang.srt.utils import is_sm90_supported
 
 from sglang_dcp import envs
-from sglang_dcp.comm.registry import comm_backend_names
+from sglang_dcp.comm import comm_backend_names
 from sglang_dcp.hooks.guards import check_dcp_size, check_server_args
 
 logger = logging.getLogger(__name__)
@@ -136,6 +137,10 @@ def before_handle_cpu_backends(self: Any) -> None:
     if self.is_attention_backend_not_set() and self.use_mla_backend():
         # Upstream's default (intel_amx) has no MLA and no LSE without AMX.
         self.attention_backend = "torch_mla"
+    if self.attention_backend == "torch_mla":
+        # "CUDA" graphs on CPU are torch.compile regions whose operators exist on CUDA only.
+        self.cuda_graph_config.decode.backend = Backend.DISABLED
+        self.cuda_graph_config.prefill.backend = Backend.DISABLED
 
 
 def before_attention_backend(self: Any) -> None:
@@ -150,8 +155,6 @@ def after_handle_cuda_graph_config(result: None, self: Any) -> None:
 
     Under a prefill graph every extend attends absorbed over the paged pool, which holds a stripe.
     """
-    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase
-
     prefill = self.cuda_graph_config.prefill
     if self.dcp_size == 1 or prefill.backend == Backend.DISABLED:
         return

@@ -72,7 +72,7 @@ def config_of(shape: TinyModel) -> dict[str, Any]:
         "rope_scaling": {  # the only rotary embedding that upstream has on CPU
             "type": "yarn",
             "rope_type": "yarn",
-            "factor": 40,
+            "factor": 32,
             "original_max_position_embeddings": shape.max_position_embeddings // 32,
             "beta_fast": 32,
             "beta_slow": 1,
