@@ -7,7 +7,7 @@ from dataclasses import replace
 from sglang_dcp.planner.crossover import mla_crossover_flops_only_tokens
 from sglang_dcp.planner.plan import DcpOption, Plan
 from sglang_dcp.planner.request import PlanRequest
-from sglang_dcp.planner.units import format_bytes, format_count, format_ms
+from sglang_dcp.planner.units import format_bytes, format_capacity, format_count, format_ms
 from sglang_dcp.planner.walls import padded_heads
 
 # Above this nothing is left for activations and CUDA graphs
@@ -63,7 +63,7 @@ def _does_not_fit(plan: Plan, asked: str, last: DcpOption, ranks: float) -> str:
 
 def _what_fits(request: PlanRequest, option: DcpOption) -> str:
     context, batch = format_count(request.context_tokens), f"{request.batch:,}"
-    shorter = f"{batch} x {format_count(option.max_context_tokens)} tokens"
+    shorter = f"{batch} x {format_capacity(option.max_context_tokens)} tokens"
     if option.max_batch:
         return f"{option.max_batch:,} x {context}, or {shorter}"
     return shorter if request.batch == 1 else f"not one sequence of {context}, but {shorter}"

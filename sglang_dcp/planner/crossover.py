@@ -2,8 +2,8 @@
 
 GQA (the second seed, Meta's measurements) crosses at a KV miss rate. MLA does not: absorbed pass-Q
 costs 1088 multiply-adds per (new token, prefix token, head) against 320 for pass-KV, which in turn
-pays ``kv_b_proj`` once per prefix token. The crossover is a number of NEW tokens, almost whatever
-the prefix.
+pays ``kv_b_proj`` once per prefix token. The crossover is a number of NEW tokens, almost the same
+for all long prefixes; below some ten thousand cached tokens moving the queries lowers it.
 """
 
 from __future__ import annotations

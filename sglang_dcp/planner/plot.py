@@ -98,6 +98,11 @@ def _draw_step(plan: Plan, axes: Any, contexts: list[int]) -> None:
     _finish(plan, axes, "Predicted step" if known else "Predicted MLA attention + exchange", "ms")
 
 
+def _label_2_and_5(value: float, _: int) -> str:
+    """Minor ticks of a log axis that are worth a number."""
+    return f"{value:g}" if f"{value:e}"[0] in "25" else ""
+
+
 def _finish(plan: Plan, axes: Any, title: str, unit: str) -> None:
     axes.set_xscale("log")
     axes.axvline(plan.request.context_tokens, color="black", linestyle=":", linewidth=1)
@@ -110,6 +115,7 @@ def _finish(plan: Plan, axes: Any, title: str, unit: str) -> None:
     )
     axes.xaxis.set_major_formatter(lambda value, _: format_count(value))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter(_label_2_and_5)
     axes.set_title(title, pad=14)
     axes.set_xlabel("context per sequence, tokens")
     axes.set_ylabel(unit)

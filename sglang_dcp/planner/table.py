@@ -11,7 +11,7 @@ from rich.text import Text
 from sglang_dcp.planner.advice import advice
 from sglang_dcp.planner.article import article_prints
 from sglang_dcp.planner.plan import DcpOption, Plan, communicator_us
-from sglang_dcp.planner.units import format_bytes, format_count, format_ms
+from sglang_dcp.planner.units import format_bytes, format_capacity, format_count, format_ms
 
 
 def print_plan(plan: Plan, console: Console) -> None:
@@ -213,8 +213,8 @@ def _option_row(option: DcpOption) -> tuple[str, ...]:
     return (
         str(option.dcp_size),
         format_bytes(option.kv_bytes_batch_per_rank),
-        format_count(option.capacity_tokens),
-        format_count(option.max_context_tokens),
+        format_capacity(option.capacity_tokens),
+        format_capacity(option.max_context_tokens),
         f"{option.max_batch:,}",
         format_ms(option.tpot_floor_ms),
         format_ms(option.attention_step_ms if step_ms is None else step_ms),

@@ -76,8 +76,16 @@ def format_count(count: float) -> str:
     return _scaled(count, ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K")))
 
 
+def format_capacity(count: int) -> str:
+    """As `format_count`, but never more than there is: 592_999 -> "592K"."""
+    step = 10 ** max(0, len(str(count)) - 3)
+    return format_count(count // step * step)
+
+
 def format_ms(value_ms: float) -> str:
-    """Milliseconds with three digits, microseconds below 0.1 ms."""
+    """Milliseconds with three digits, microseconds below 0.1 ms, seconds from 10 s."""
+    if value_ms >= 10_000:
+        return f"{_digits(value_ms / 1e3)} s"
     if value_ms < 0.1:
         return f"{value_ms * 1e3:.3g} us"
     return f"{_digits(value_ms)} ms"
