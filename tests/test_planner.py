@@ -372,7 +372,7 @@ def test_mla_crossover_balances_both_variants(prefix):
 
 
 def test_mla_crossover_for_long_prefixes_is_a_few_hundred_new_tokens():
-    """Short prefixes favour pass-KV: there is little to gather, and a query is 2180 bytes a head."""
+    """Short prefixes favour pass-KV: little to gather, while a query is 2180 bytes a head."""
     at = [
         crossover.mla_crossover_tokens(
             K3, H200, StepConstants(), prefix_tokens=prefix, num_heads=96, dcp_size=8

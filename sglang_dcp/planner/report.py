@@ -83,6 +83,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "fits": chosen.fits,
         "short_bytes_per_rank": chosen.short_bytes_per_rank,
         "capacity_tokens": chosen.capacity_tokens,
+        "capacity_rows_per_rank": chosen.capacity_tokens // chosen.dcp_size,
         "max_context_tokens": chosen.max_context_tokens,
         "max_batch": chosen.max_batch,
         "min_dcp_size": plan.min_dcp_size,
