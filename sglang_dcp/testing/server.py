@@ -81,7 +81,9 @@ class Server:
             )
         while time.monotonic() - began < self._start_timeout_s:
             if self.process.poll() is not None:
-                raise ServerError(f"server ended with {self.process.returncode}:\n{self.log_tail()}")
+                code = self.process.returncode
+                self.stop()  # ranks can outlive a launcher that was killed
+                raise ServerError(f"server ended with {code}:\n{self.log_tail()}")
             try:
                 self.get("/health", timeout_s=5)
             except (OSError, ServerError):  # not listening yet, or 503 while it loads
@@ -111,7 +113,7 @@ class Server:
     def _kill_stragglers(self) -> None:
         assert self.process is not None
         try:
-            os.killpg(self.process.pid, signal.SIGKILL)  # ranks outlive a launcher that died
+            os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:
             return
 
