@@ -86,6 +86,17 @@ def test_rows_are_disjoint_and_complete():
     assert pairs == {(r, row) for r in range(4) for row in range(32)}
 
 
+@pytest.mark.parametrize(("page_size", "dcp_size"), [(1, 2), (4, 4), (64, 8)])
+def test_every_allocator_slot_fits_the_narrowed_pool(page_size, dcp_size):
+    """C rows and one dummy page per rank: the last widened page must not write out of bounds."""
+    capacity = 3 * page_size
+    wide = page_size * dcp_size
+    slots = torch.arange(wide, capacity * dcp_size + wide)  # page 0 is the dummy page
+    for rank in range(dcp_size):
+        rows = layout.physical_row(slots[layout.owner(slots, dcp_size) == rank], dcp_size)
+        assert rows.tolist() == list(range(page_size, capacity + page_size))
+
+
 def test_dcp_groups():
     assert layout.dcp_groups(8, 8, 8) == [list(range(8))]
     assert layout.dcp_groups(8, 8, 2) == [[0, 1], [2, 3], [4, 5], [6, 7]]

@@ -163,7 +163,8 @@ def merge_partials(
     Args:
         out: [N, B, H, D] bfloat16, float16 or float32; each stripe's output, normalized over
             that stripe alone. Last dim contiguous, other strides free.
-        lse: [N, B, H] float32, any strides. Log-sum-exp of the scaled logits in base lse_base.
+        lse: [N, B, H] float32, any strides. Log-sum-exp of the scaled logits in base lse_base,
+            finite where the stripe is not empty.
         local_lens: [N, B] int32, unclamped local lengths; rows may be strided. 0 means that the
             stripe is empty for that token: its out and lse are ignored, whatever they hold.
         lse_base: "e" (FlashAttention, FlashMLA) or "2" (FlashInfer). Required, because a wrong
@@ -179,7 +180,7 @@ def merge_partials(
     is allocated when merged is given. Source: seed section 3; FlashAttention's two-pass softmax.
     """
     num_ranks, num_tokens, num_heads, dim = out.shape
-    _check(out, lse, local_lens, lse_base)
+    check_partials(out, lse, local_lens, lse_base)
     if merged is None:
         merged = out.new_empty(num_tokens, num_heads, dim)
     assert merged.shape == out.shape[1:], f"{merged.shape} != {out.shape[1:]}"
@@ -223,7 +224,7 @@ def merge_partials_ref(
     merged_lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Torch reference of `merge_partials`: the same passes, order and selects in float32."""
-    total, m, weights = _weights_ref(lse, local_lens, lse_base)
+    total, m, weights = stripe_weights_ref(lse, local_lens, lse_base)
     acc = torch.zeros(out.shape[1:], dtype=torch.float32, device=out.device)
     for n, w in enumerate(weights):
         owned = (local_lens[n] > 0)[:, None, None]
@@ -237,7 +238,7 @@ def merge_partials_ref(
     return merged.copy_(result)
 
 
-def _weights_ref(
+def stripe_weights_ref(
     lse: torch.Tensor, local_lens: torch.Tensor, lse_base: LseBase
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Both passes on [N, B, H] LSEs: (sum of weights [B, H], maximum [B, H], N weights [B, H])."""
@@ -251,7 +252,7 @@ def _weights_ref(
     return total, m, weights
 
 
-def _check(
+def check_partials(
     out: torch.Tensor, lse: torch.Tensor, local_lens: torch.Tensor, lse_base: LseBase
 ) -> None:
     """Shape and dtype invariants of the merge inputs (host metadata only, no sync)."""

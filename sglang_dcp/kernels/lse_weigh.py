@@ -14,11 +14,11 @@ from sglang_dcp.kernels.lse_merge import (
     BLOCK_HEADS,
     NUM_WARPS,
     LseBase,
-    _check,
-    _weights_ref,
     add_step,
+    check_partials,
     finish,
     max_pass,
+    stripe_weights_ref,
     weight,
 )
 
@@ -109,7 +109,7 @@ def weigh_partial(
     """
     num_tokens, num_heads, dim = out.shape
     num_ranks = lse_all.shape[0]
-    _check(out.expand(num_ranks, -1, -1, -1), lse_all, local_lens, lse_base)
+    check_partials(out.expand(num_ranks, -1, -1, -1), lse_all, local_lens, lse_base)
     assert weighed.shape == out.shape, f"{weighed.shape} != {out.shape}"
     assert weighed.stride(2) == 1, weighed.stride()
     assert weighed.dtype == torch.float32, weighed.dtype
@@ -149,7 +149,7 @@ def weigh_partial_ref(
     weighed: torch.Tensor,
 ) -> torch.Tensor:
     """Torch reference of `weigh_partial`."""
-    total, _, weights = _weights_ref(lse_all, local_lens, lse_base)
+    total, _, weights = stripe_weights_ref(lse_all, local_lens, lse_base)
     owned = (local_lens[rank] > 0)[:, None, None]
     scaled = weights[rank][..., None] * torch.where(owned, out.float(), 0.0) / total[..., None]
     return weighed.copy_(torch.where(owned, scaled, 0.0))

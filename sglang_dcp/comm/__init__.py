@@ -1,0 +1,28 @@
+"""Communicators of the decode step: gather the queries, exchange and merge the partials.
+
+Importing this package registers the built-in backends. Nothing here imports SGLang.
+"""
+
+from sglang_dcp.comm import a2a, ag_rs
+from sglang_dcp.comm.base import Communicator, GroupInfo
+from sglang_dcp.comm.registry import (
+    COMM_BACKENDS,
+    comm_backend_names,
+    register_comm_backend,
+    resolve_auto,
+)
+from sglang_dcp.comm.transport import PyncclTransport, TorchTransport, Transport
+
+__all__ = [
+    "COMM_BACKENDS",
+    "Communicator",
+    "GroupInfo",
+    "PyncclTransport",
+    "TorchTransport",
+    "Transport",
+    "a2a",
+    "ag_rs",
+    "comm_backend_names",
+    "register_comm_backend",
+    "resolve_auto",
+]
