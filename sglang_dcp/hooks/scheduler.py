@@ -3,6 +3,8 @@
 import logging
 from typing import Any
 
+import torch
+
 from sglang_dcp import counters, state
 from sglang_dcp.hooks import registry, table
 
@@ -71,6 +73,5 @@ def after_get_internal_state(result: Any, self: Any, recv_req: Any) -> Any:
     if state.is_initialized():
         dcp = state.get_state()
         info.update(dcp_size=dcp.dcp_size, dcp_rank=dcp.dcp_rank, comm_backend=dcp.comm.name)
-    model_runner = self.tp_worker.model_runner
-    counters.flush(model_runner.tp_size * model_runner.pp_rank + model_runner.tp_rank, info)
+    counters.flush(torch.distributed.get_rank(), info)
     return result
