@@ -65,7 +65,7 @@ def after_get_internal_state(result: Any, self: Any, recv_req: Any) -> Any:
     info = {
         "kv_rows_allocated": pool.size,
         "kv_rows_written": int(in_use.sum()),
-        "kv_bytes": pool.get_kv_size_bytes(),
+        "kv_bytes": int(pool.get_kv_size_bytes()),
         "kv_tokens": self.max_total_num_tokens,
         "attention_backend": self.server_args.attention_backend,
         "pool": type(pool).__name__,
