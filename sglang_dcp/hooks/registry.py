@@ -167,7 +167,7 @@ def register(patches: Sequence[Patch]) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for patch in patches:
-        hook = patch.load_hook() if patch.hook else None
+        hook: Any = patch.load_hook() if patch.hook else None
         if patch.kind in REGISTRY_KINDS:
             HookRegistry.register(patch.target, hook, HookType(patch.kind))
         elif patch.kind == "append":

@@ -37,7 +37,7 @@ def activate(server_args: Any) -> None:
 
 
 def before_configure_scheduler_process(server_args: Any, *args: Any, **kwargs: Any) -> None:
-    """BEFORE configure_scheduler_process: the first code of a scheduler that knows its arguments."""
+    """BEFORE configure_scheduler_process: where a scheduler first knows its arguments."""
     activate(server_args)
 
 
