@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dcp.testing.compare import cached_tokens, compare_results, max_logprob_diff
-from sglang_dcp.testing.server import Server
+from sglang_dcp.testing.server import Server, ServerError
 from sglang_dcp.testing.tiny_model import TinyModel, write_tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -123,8 +123,24 @@ def command_of(run: Run, model: Path, args: argparse.Namespace) -> tuple[str, li
     return "sglang_dcp.launch_server", command
 
 
-def ask(run: Run, model: Path, work: Workload, args: argparse.Namespace) -> Answers:
-    """Serve every batch of `work` with the server of `run`."""
+def ask(run: Run, model: Path, work: Workload, args: argparse.Namespace) -> Answers | str:
+    """Answers of the server of `run` to every batch of `work`, or why there are none.
+
+    Answers are kept in `--log-dir`: a second call with the same folder asks only what is missing.
+    """
+    kept = args.log_dir / f"{run.tag}.json"
+    if kept.exists():
+        return Answers(**json.loads(kept.read_text()))
+    try:
+        answers = serve(run, model, work, args)
+    except ServerError as error:
+        return str(error)
+    kept.write_text(json.dumps(asdict(answers)))
+    return answers
+
+
+def serve(run: Run, model: Path, work: Workload, args: argparse.Namespace) -> Answers:
+    """Start the server of `run`, ask it everything, stop it."""
     module, command = command_of(run, model, args)
     if args.share_gpu:
         module, command = "shared_gpu", [module, *command]
@@ -147,10 +163,14 @@ def ask(run: Run, model: Path, work: Workload, args: argparse.Namespace) -> Answ
 def ask_all(
     runs: Sequence[Run], model: Path, work: Workload, args: argparse.Namespace
 ) -> dict[Run, Answers]:
-    """Answers of all `runs`, `--parallel` servers at a time."""
+    """Answers of all `runs` that served, `--parallel` servers at a time; failures are printed."""
     with ThreadPoolExecutor(args.parallel) as pool:
         futures = {run: pool.submit(ask, run, model, work, args) for run in runs}
-        return {run: future.result() for run, future in futures.items()}
+        outcomes = {run: future.result() for run, future in futures.items()}
+    for run, outcome in outcomes.items():
+        if isinstance(outcome, str):
+            print(f"== {run.tag}: no answers: {outcome}", flush=True)
+    return {run: out for run, out in outcomes.items() if isinstance(out, Answers)}
 
 
 def judge(want: Answers, other: Answers, got: Answers, work: Workload) -> dict[str, Any]:
@@ -252,8 +272,8 @@ def main() -> int:
     work = Workload(args.dcp_size, args.long_tokens, args.pool_tokens)
     model = write_tiny_model(args.log_dir / "model", MODEL)
     backends = sorted({run.backend for run in args.runs} | {"flashmla", "triton"})
-    upstream = ask_all([Run(backend) for backend in backends], model, work, args)
     answers = ask_all(args.runs, model, work, args)
+    upstream = ask_all([Run(b) for b in backends], model, work, args) if answers else {}
     reports = {}
     for run, got in answers.items():
         second = Run("triton" if run.backend != "triton" else "flashmla")
@@ -264,7 +284,8 @@ def main() -> int:
         print(json.dumps(report), flush=True)
     if args.json:
         args.json.write_text(json.dumps(record(args, reports), indent=1))
-    return int(any(report["problems"] for report in reports.values()))
+    failed = len(reports) < len(args.runs)
+    return int(failed or any(report["problems"] for report in reports.values()))
 
 
 if __name__ == "__main__":
