@@ -30,11 +30,6 @@ def activate(server_args: Any) -> None:
         from sglang_dcp.hooks.forward_mha import force_expanded_prefill
 
         force_expanded_prefill()
-        logger.info(
-            f"DCP is on: dcp_size={server_args.dcp_size}, {len(patches)} patches applied and "
-            f"verified, page_size {server_args.page_size} = {server_args.dcp_size} x "
-            f"{server_args.page_size // server_args.dcp_size}."
-        )
 
 
 def before_configure_scheduler_process(server_args: Any, *args: Any, **kwargs: Any) -> None:
