@@ -1,4 +1,4 @@
-"""Every environment variable that this package reads, with its meaning; nothing else reads os.environ for settings."""
+"""Every environment variable that this package reads or sets, with its meaning."""
 
 import os
 

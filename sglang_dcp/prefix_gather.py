@@ -60,19 +60,26 @@ def make_gather_plan(
     """
     assert slots.shape[0] == sum(lens), (slots.shape, lens)
     ranks = range(dcp_size)
-    counts = [[local_len(n, r, dcp_size, s) for s, n in zip(starts, lens, strict=True)] for r in ranks]
+    counts = [
+        [local_len(n, r, dcp_size, s) for s, n in zip(starts, lens, strict=True)] for r in ranks
+    ]
     num_max = max(sum(row) for row in counts)
     # Row of the first token that rank r has of request b, among all that r sends; minus its
     # position over c, so that the row of position p is base[r, b] + p // c for every owner r.
     base = [
-        [n - first_owned(s, r, dcp_size) // dcp_size for n, s in zip(accumulate(row, initial=0), starts, strict=False)]
+        [
+            n - first_owned(s, r, dcp_size) // dcp_size
+            for n, s in zip(accumulate(row, initial=0), starts, strict=False)
+        ]
         for r, row in enumerate(counts)
     ]
     host = torch.tensor([list(lens), list(starts), *base], dtype=torch.int64)
     table = host.to(slots.device, non_blocking=True)
     request = torch.repeat_interleave(table[0], output_size=slots.shape[0])
     offset = table[0].cumsum(0) - table[0]
-    position = torch.arange(slots.shape[0], device=slots.device) - offset[request] + table[1][request]
+    position = (
+        torch.arange(slots.shape[0], device=slots.device) - offset[request] + table[1][request]
+    )
     owner = position % dcp_size
     row = table[2:][owner, request] + position // dcp_size
     send_rows = slots.new_zeros(num_max + 1, dtype=torch.int64)  # the last entry takes the others'

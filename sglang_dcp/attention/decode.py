@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from sglang_dcp import counters, state
+from sglang_dcp.kernels.lse_merge import LseBase
 
 
 class StripeAttention(Protocol):
@@ -29,7 +30,7 @@ class StripeAttention(Protocol):
             clamped to 1, so the LSE of an empty stripe is finite and means nothing.
     """
 
-    lse_base: str
+    lse_base: LseBase
     local_lens: torch.Tensor
 
     def attend_stripe(self, q: torch.Tensor, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:

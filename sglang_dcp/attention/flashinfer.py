@@ -55,7 +55,9 @@ class _StripeIndicesUpdater(FlashInferMLAIndicesUpdaterDecode):
         shape = (self.num_local_heads, self.kv_lora_rank, self.qk_rope_head_dim, 1, False)
         dtypes = (self.data_type, self.data_type)
         if init_metadata_replay:
-            q_indptr, kv_indptr = (fast_decode_kwargs[k] for k in ("qo_indptr_cpu", "kv_indptr_cpu"))
+            q_indptr, kv_indptr = (
+                fast_decode_kwargs[k] for k in ("qo_indptr_cpu", "kv_indptr_cpu")
+            )
             lens = fast_decode_kwargs["kv_len_arr_cpu"]
         else:
             q_indptr, lens = q_indptr[: bs + 1], backend.kernel_lens

@@ -8,6 +8,7 @@ import torch
 from sglang_dcp import state
 from sglang_dcp.attention.decode import decode_over_stripes
 from sglang_dcp.kernels.kv_index import fill_local_lens
+from sglang_dcp.kernels.lse_merge import LseBase
 
 
 class StripeMixin:
@@ -17,8 +18,8 @@ class StripeMixin:
     stays upstream's, over gathered prefixes (pass-KV).
     """
 
-    lse_base: str
-    extend_lse_base: str = "e"
+    lse_base: LseBase
+    extend_lse_base: LseBase = "e"
     local_lens: torch.Tensor  # [c, B] int32
     kernel_lens: torch.Tensor  # [B] int32, this rank's local lengths clamped to 1
 
@@ -42,7 +43,8 @@ class StripeMixin:
         """
         dcp, bs = state.get_state(), seq_lens.shape[0]
         if in_graph:
-            assert self._graph_local_lens is not None and self._graph_kernel_lens is not None
+            assert self._graph_local_lens is not None
+            assert self._graph_kernel_lens is not None
             self.local_lens = self._graph_local_lens[: dcp.dcp_size * bs].view(dcp.dcp_size, bs)
             self.kernel_lens = self._graph_kernel_lens[:bs]
         else:
@@ -72,7 +74,13 @@ class StripeMixin:
         return decode_over_stripes(self, q_nope, q_pe, layer)  # type: ignore[arg-type]
 
     def forward_extend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, *args: Any, **kwargs: Any
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Prefill attention on expanded K and V; with an LSE, it is returned in base e.
 

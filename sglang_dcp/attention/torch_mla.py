@@ -89,7 +89,9 @@ class TorchMLABackend(AttentionBackend):
         self.kv_rows = [
             self._rows(req_to_token[req, :length].long())
             for req, length in zip(
-                forward_batch.req_pool_indices.tolist(), forward_batch.seq_lens.tolist(), strict=True
+                forward_batch.req_pool_indices.tolist(),
+                forward_batch.seq_lens.tolist(),
+                strict=True,
             )
         ]
 
@@ -140,8 +142,8 @@ class TorchMLABackend(AttentionBackend):
         k_rope: torch.Tensor | None,
         q_lens: Sequence[int],
     ) -> torch.Tensor:
-        assert q_rope is not None and k_rope is not None, "torch_mla gets nope and rope apart"
-        if k is not None and save_kv_cache:
+        assert q_rope is not None, "torch_mla gets nope and rope apart"
+        if k is not None and k_rope is not None and save_kv_cache:
             latent = torch.cat([k, k_rope], dim=-1)
             self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, latent, None)
         q = torch.cat([q, q_rope], dim=-1)
@@ -161,9 +163,7 @@ class TorchMLABackend(AttentionBackend):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         q_lens = forward_batch.extend_seq_lens_cpu
         if q_rope is not None:
-            return self._absorbed(
-                q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope, q_lens
-            )
+            return self._absorbed(q, k, layer, forward_batch, save_kv_cache, q_rope, k_rope, q_lens)
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
         v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)

@@ -26,7 +26,7 @@ class DcpTritonBackend(StripeMixin, TritonAttnBackend):
         self.num_head *= dcp_size
         # The split buffers are [tokens, heads, splits, 512] float32: c times the heads, 1/c of
         # the tokens each rank reads, so 1/c of the splits keeps both size and parallelism.
-        self.max_kv_splits = max(1, self.max_kv_splits // dcp_size)
+        self.max_kv_splits: int = max(1, self.max_kv_splits // dcp_size)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self._striped = forward_batch.forward_mode.is_decode_or_idle()
@@ -46,7 +46,9 @@ class DcpTritonBackend(StripeMixin, TritonAttnBackend):
         )
         self.forward_metadata.kv_indices = torch.arange(slots.shape[0], device=slots.device)
 
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *args: Any, **kw: Any) -> None:
+    def init_cuda_graph_state(
+        self, max_bs: int, max_num_tokens: int, *args: Any, **kw: Any
+    ) -> None:
         most = max_num_tokens * (self.max_context_len // state.get_state().dcp_size + 1)
         indices = torch.zeros(most, dtype=torch.int32, device=self.device)
         super().init_cuda_graph_state(max_bs, max_num_tokens, indices)
@@ -143,9 +145,7 @@ class DcpTritonBackend(StripeMixin, TritonAttnBackend):
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
         if save_kv_cache:
             self.token_to_kv_pool.set_mla_kv_buffer(layer, forward_batch.out_cache_loc, k, k_rope)
-        prefix = torch.cat(
-            self._gather_prefix(layer, q.dtype), dim=-1
-        )
+        prefix = torch.cat(self._gather_prefix(layer, q.dtype), dim=-1)
         metadata = self.forward_metadata
         o = q.new_empty((q.shape[0], layer.tp_q_head_num, layer.v_head_dim))
         self.extend_attention_fwd(

@@ -139,7 +139,9 @@ def merge_state_v2(
     s_merged = torch.empty_like(s_a) if s_merged is None else s_merged
     total = torch.logaddexp(s_a, s_b)
     parts = [
-        torch.where((s == float("-inf"))[..., None], 0.0, torch.exp(s - total)[..., None] * v.float())
+        torch.where(
+            (s == float("-inf"))[..., None], 0.0, torch.exp(s - total)[..., None] * v.float()
+        )
         for v, s in ((v_a, s_a), (v_b, s_b))
     ]
     v_merged.copy_(parts[0] + parts[1])

@@ -33,9 +33,7 @@ def _gather_plan(forward_batch: Any, slots: torch.Tensor) -> GatherPlan:
     key = None if forward_batch.mha_one_shot else forward_batch.prefix_chunk_idx
     if key not in plans:
         dcp = state.get_state()
-        plans[key] = make_gather_plan(
-            slots, *_positions(forward_batch), dcp.dcp_rank, dcp.dcp_size
-        )
+        plans[key] = make_gather_plan(slots, *_positions(forward_batch), dcp.dcp_rank, dcp.dcp_size)
     return plans[key]
 
 

@@ -109,9 +109,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "--kv-cache-dtype",
-        lambda args: (
-            None if args.kv_cache_dtype in SUPPORTED_KV_DTYPES else args.kv_cache_dtype
-        ),
+        lambda args: (None if args.kv_cache_dtype in SUPPORTED_KV_DTYPES else args.kv_cache_dtype),
         f"the striped pool is tested with {', '.join(SUPPORTED_KV_DTYPES)} only",
         "Use --kv-cache-dtype auto with a bf16 model",
     ),

@@ -13,7 +13,7 @@ _in_target_pools: ContextVar[bool] = ContextVar("sglang_dcp_in_target_pools", de
 
 
 def around_init_pools(original: Callable[..., None], self: Any) -> None:
-    """AROUND ModelRunner._init_pools: only pools that the target model's runner makes are striped."""
+    """AROUND ModelRunner._init_pools: only the target model's pools are striped."""
     token = _in_target_pools.set(not self.is_draft_worker)
     try:
         original(self)
@@ -39,6 +39,7 @@ def around_mla_pool_init(
         original(self, size, page_size, *args, **kwargs)
         return
     dcp_size = state.get_state().dcp_size
-    assert size % page_size == 0 and page_size % dcp_size == 0, (size, page_size, dcp_size)
+    assert size % page_size == 0, (size, page_size)
+    assert page_size % dcp_size == 0, (page_size, dcp_size)
     self.__class__ = DcpMLATokenToKVPool
     original(self, size // dcp_size, page_size // dcp_size, *args, **kwargs)

@@ -199,7 +199,7 @@ def register(patches: Sequence[Patch]) -> None:
         _applied[patch.name] = patch
         if in_source(patch):
             continue
-        hook = patch.load_hook() if patch.hook else None
+        hook: Any = patch.load_hook() if patch.hook else None
         if patch.kind in REGISTRY_KINDS:
             HookRegistry.register(patch.target, hook, HookType(patch.kind))
         elif patch.kind == "append":

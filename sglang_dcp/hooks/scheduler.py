@@ -37,7 +37,7 @@ def activate(server_args: Any) -> None:
 
 
 def before_configure_scheduler_process(server_args: Any, *args: Any, **kwargs: Any) -> None:
-    """BEFORE configure_scheduler_process: the first code of a scheduler that knows its arguments."""
+    """BEFORE configure_scheduler_process: where a scheduler first knows its arguments."""
     activate(server_args)
 
 
@@ -65,7 +65,7 @@ def after_get_internal_state(result: Any, self: Any, recv_req: Any) -> Any:
     info = {
         "kv_rows_allocated": pool.size,
         "kv_rows_written": int(in_use.sum()),
-        "kv_bytes": pool.get_kv_size_bytes(),
+        "kv_bytes": int(pool.get_kv_size_bytes()),
         "kv_tokens": self.max_total_num_tokens,
         "attention_backend": self.server_args.attention_backend,
         "pool": type(pool).__name__,

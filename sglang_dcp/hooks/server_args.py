@@ -81,7 +81,7 @@ def _undo_derived(kwargs: dict[str, Any], derived: dict[str, Any] | None) -> Non
     """Put back what the user had asked for wherever `kwargs` still holds a derived value."""
     for name, (asked, value) in (derived or {}).items():
         if name == "cuda_graph_prefill":
-            config = copy.deepcopy(kwargs.get("cuda_graph_config"))
+            config: Any = copy.deepcopy(kwargs.get("cuda_graph_config"))
             if hasattr(config, "prefill") and config.prefill.backend == value:
                 config.prefill.backend = asked
                 kwargs["cuda_graph_config"] = config
@@ -157,9 +157,10 @@ def before_handle_cpu_backends(self: Any) -> None:
 
 def before_attention_backend(self: Any) -> None:
     """BEFORE ServerArgs._handle_attention_backend_compatibility: a default that DCP supports."""
-    if self.dcp_size > 1 and self.device == "cuda" and self.is_attention_backend_not_set():
-        if is_sm90_supported():  # upstream picks fa3 here, which returns no LSE for the stripe
-            _derive(self, "attention_backend", "flashmla")
+    if self.dcp_size == 1 or self.device != "cuda" or not self.is_attention_backend_not_set():
+        return
+    if is_sm90_supported():  # upstream picks fa3 here, which returns no LSE for the stripe
+        _derive(self, "attention_backend", "flashmla")
 
 
 def after_handle_cuda_graph_config(result: None, self: Any) -> None:

@@ -18,6 +18,8 @@ _HOOKS = "sglang_dcp.hooks."
 _ATTENTION = "sglang_dcp.attention."
 _BACKENDS = _SRT + "layers.attention.attention_registry.ATTENTION_BACKENDS"
 _MHA = _SRT + "models.deepseek_common.attention_forward_methods.forward_mha."
+_RUNNER = _SRT + "model_executor.model_runner."
+_DISPATCH = _SRT + "models.deepseek_common.attention_backend_handler."
 _MHA_MIXIN = _SRT + "model_executor.forward_batch_deepseek_mha_mixin."
 _NATIVE = "SGLang's own DCP covers this release's MLA backends on Hopper"
 _CPU_GONE = "SGLang serves MLA models on CPU without AMX"
@@ -198,7 +200,8 @@ DCP: tuple[Patch, ...] = (
     ),
     Patch(
         name="capacity",
-        target=_SRT + "model_executor.pool_configurator.DefaultPoolConfigurator.calculate_pool_sizes",
+        target=_SRT
+        + "model_executor.pool_configurator.DefaultPoolConfigurator.calculate_pool_sizes",
         kind="around",
         params=("self", "available_bytes", "page_size"),
         hook=_HOOKS + "pool_configurator:around_calculate_pool_sizes",
@@ -320,8 +323,7 @@ CPU: tuple[Patch, ...] = (
     ),
     Patch(
         name="cpu-chunked",
-        target=_SRT
-        + "model_executor.model_runner.CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS[torch_mla]",
+        target=_RUNNER + "CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS[torch_mla]",
         kind="append",
         params=None,
         hook="",
@@ -331,8 +333,7 @@ CPU: tuple[Patch, ...] = (
     ),
     Patch(
         name="cpu-dispatch",
-        target=_SRT
-        + "models.deepseek_common.attention_backend_handler.AttentionBackendRegistry._handlers[torch_mla]",
+        target=_DISPATCH + "AttentionBackendRegistry._handlers[torch_mla]",
         kind="item",
         params=None,
         hook=_HOOKS + "cpu:handle_attention_torch_mla",

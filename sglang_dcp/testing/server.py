@@ -137,7 +137,7 @@ class Server:
     ) -> list[dict[str, Any]]:
         """Greedy tokens of a batch of token-id prompts, with their logprobs."""
         params = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
-        body = {"input_ids": [list(p) for p in prompts], "sampling_params": params}
+        body: dict[str, Any] = {"input_ids": [list(p) for p in prompts], "sampling_params": params}
         body |= {"return_logprob": True, "logprob_start_len": -1, **extra}
         return list(self.post("/generate", body))
 
