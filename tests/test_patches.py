@@ -203,13 +203,20 @@ def _silent_hook(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-@pytest.mark.parametrize("hook", [_before_hook, _after_hook, _around_hook, _silent_hook])
-@pytest.mark.parametrize("kind", ["before", "after", "around"])
+@pytest.mark.parametrize(
+    ("kind", "hook"),
+    [
+        ("before", _before_hook),
+        ("after", _after_hook),
+        ("around", _around_hook),
+        ("before", _silent_hook),
+        ("after", _silent_hook),
+        ("around", _silent_hook),
+    ],
+)
 def test_seam_calls_as_the_plugin_registry_does(
     monkeypatch: pytest.MonkeyPatch, kind: str, hook: Callable[..., Any]
 ) -> None:
-    if kind not in hook.__name__ and hook is not _silent_hook:
-        pytest.skip("a hook of another kind")
     from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
 
     def scaled(x: int, by: int = 1) -> int:
@@ -258,41 +265,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-_CHECK_TREE = """
-import dataclasses, pickle, sys
-import sglang.srt.entrypoints.engine, sglang.srt.managers.scheduler
-from sglang.srt.plugins import load_plugins
-from sglang.srt.plugins.hook_registry import HookRegistry
-from sglang.srt.server_args import prepare_server_args
-from sglang_dcp.hooks import registry, table
-from sglang_dcp.launch_server import require_plugin
-
-require_plugin()
-load_plugins()
-for patch in table.ARGUMENTS + table.LAUNCH + table.SCHEDULER + table.DCP + table.OBSERVE:
-    assert patch.target not in HookRegistry._hooks, patch
-    assert registry.status(patch) == "applied", patch
-argv = ["--model-path", sys.argv[1], "--device", "cpu", "--dtype", "float32", "--tp", "2"]
-args = prepare_server_args([*argv, "--decode-context-parallel-size", "2"])
-assert (args.dcp_size, args.page_size, args.attention_backend) == (2, 2, "torch_mla")
-assert dataclasses.replace(args) == args == pickle.loads(pickle.dumps(args))
-one = dataclasses.replace(args, dcp_size=1)
-assert (one.dcp_size, one.page_size, one.dcp_derived) == (1, 1, None)
-assert one != args and "dcp_size=2" in repr(args) and dataclasses.asdict(args)["dcp_size"] == 2
-try:
-    prepare_server_args([*argv, "--dcp-size", "3"])
-except ValueError as error:
-    assert "power of two" in str(error)
-else:
-    raise AssertionError("--dcp-size 3 was accepted")
-"""
-
-
 @pytest.mark.parametrize("plugins", [None, "none"])
 def test_patched_tree_needs_no_plugin_and_tolerates_it(
     patched_tree: Path, model: Path, plugins: str | None
 ) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", _CHECK_TREE, str(model)]
+    command = [sys.executable, "-W", "ignore", str(ROOT / "tests/patched_tree.py"), str(model)]
     env = _env(patched_tree, SGLANG_PLUGINS=plugins)
     result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -366,17 +343,7 @@ def test_patched_tree_serves_the_same_tokens(
             rank,
         )
         assert min(info["counts"][name] for name in ("kv_write", "kv_gather")) > 0
-    _assert_activated_once(log.read_text(errors="replace"), with_plugin=plugins is None)
 
 
 def _rank_info(counters: Path, rank: int) -> dict[str, Any]:
     return json.loads((counters / f"rank-{rank}.json").read_text())
-
-
-def _assert_activated_once(log: str, with_plugin: bool) -> None:
-    """From the log: one activation a rank, and SGLang's registry saw our CPU stand-ins only."""
-    assert log.count("DCP is on: dcp_size=2") == 2
-    assert ("Executed general plugin: sglang_dcp" in log) == with_plugin
-    ours = {patch.target for group in table.everything().values() for patch in group}
-    hooked = ours & set(re.findall(r"Applied \d+ hook\(s\) to (\S+)", log))
-    assert hooked == {p.target for p in table.CPU if p.kind in registry.REGISTRY_KINDS}
