@@ -7,6 +7,7 @@ import torch
 
 from sglang_dcp import counters, state
 from sglang_dcp.hooks import registry, table
+from sglang_dcp.hooks.startup_log import startup_lines
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,8 @@ def after_get_init_info(result: dict[str, Any], self: Any) -> dict[str, Any]:
     """AFTER Scheduler.get_init_info: tell the launcher that this scheduler really is striped."""
     dcp = state.get_state()
     pool = self.token_to_kv_pool_allocator.get_kvcache()
+    if torch.distributed.get_rank() == 0:
+        logger.info("\n".join(startup_lines(self, pool)))
     return {
         **result,
         "dcp_size": dcp.dcp_size,
