@@ -166,8 +166,8 @@ def register(patches: Sequence[Patch]) -> None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for patch in patches:
-        hook: Any = patch.load_hook() if patch.hook else None
+    hooks: list[Any] = [patch.load_hook() if patch.hook else None for patch in patches]
+    for patch, hook in zip(patches, hooks, strict=True):
         if patch.kind in REGISTRY_KINDS:
             HookRegistry.register(patch.target, hook, HookType(patch.kind))
         elif patch.kind == "append":
@@ -199,9 +199,9 @@ def apply(patches: Sequence[Patch]) -> None:
     """Check, register, apply and verify: all of the patches or a PatchError."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    patches = [patch for patch in patches if patch.name not in _applied]
-    check(patches)
-    register(patches)
+    new = [patch for patch in patches if patch.name not in _applied]
+    check(new)
+    register(new)
     HookRegistry.apply_hooks()
     verify(patches)
 
