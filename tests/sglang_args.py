@@ -12,26 +12,30 @@ import pytest
 SEED = 7
 
 
-def make_args(model: Path, device: str = "cpu", **values: Any) -> Any:
-    """ServerArgs on 8 ranks, unless `values` says otherwise."""
+def make_args(model: Path, **values: Any) -> Any:
+    """ServerArgs on 8 CPU ranks, unless `values` says otherwise."""
     from sglang.srt.server_args import ServerArgs
 
-    values = {"tp_size": 8, "random_seed": SEED, "device": device, **values}
+    values = {"tp_size": 8, "random_seed": SEED, "device": "cpu", **values}
     return ServerArgs(model_path=str(model), **values)
 
 
-def make_cuda_args(model: Path, patch: pytest.MonkeyPatch, hopper: bool, **values: Any) -> Any:
-    """Arguments as a machine with GPUs would make them, Hopper or older."""
+def make_args_on(machine: str, patch: pytest.MonkeyPatch, model: Path, **values: Any) -> Any:
+    """Arguments as a machine would make them: "cpu", "hopper", or "cuda" with older GPUs."""
     from sglang.srt import server_args
 
     from sglang_dcp.hooks import server_args as ours
 
+    if machine == "cpu":
+        return make_args(model, **values)
+    hopper = machine == "hopper"
     patch.setattr(server_args, "is_cpu", lambda: False)
     patch.setattr(server_args, "is_hopper_with_cuda_12_3", lambda: hopper)
     patch.setattr(server_args, "is_sm100_supported", lambda: False)
     patch.setattr(server_args, "get_device_memory_capacity", lambda device: 141 * 1024)
+    patch.setattr("torch.cuda.get_device_capability", lambda *args: (9, 0) if hopper else (8, 0))
     patch.setattr(ours, "is_sm90_supported", lambda: hopper)
-    return make_args(model, "cuda", **values)
+    return make_args(model, **{"device": "cuda", **values})
 
 
 def fields_of(args: Any) -> dict[str, Any]:

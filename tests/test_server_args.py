@@ -6,7 +6,7 @@ import os
 import pickle
 
 import pytest
-from sglang_args import SEED, fields_of, make_args, make_cuda_args
+from sglang_args import SEED, fields_of, make_args, make_args_on
 
 pytestmark = pytest.mark.usefixtures("plugin")
 
@@ -87,9 +87,7 @@ def test_page_widening_survives_replace(tiny_model, monkeypatch, device, page_si
     asked = {"page_size": page_size, "chunked_prefill_size": 2053, "tp_size": 8}
 
     def make(**values):
-        if device == "cpu":
-            return make_args(tiny_model, **asked, **values)
-        return make_cuda_args(tiny_model, monkeypatch, device == "hopper", **asked, **values)
+        return make_args_on(device, monkeypatch, tiny_model, **asked, **values)
 
     plain, wide = make(), make(dcp_size=dcp_size)
     physical = 64 if device == "hopper" else page_size or 1  # FlashMLA has pages of 64 only
@@ -122,22 +120,20 @@ def test_replaced_page_size_is_physical(tiny_model, dcp_size):
 
 def test_asdict_restores_upstream(tiny_model, monkeypatch):
     """Engine(**asdict(args)) with dcp_size 1: page size, backend and prefill graph come back."""
-    wide = make_cuda_args(tiny_model, monkeypatch, hopper=True, dcp_size=2, page_size=4)
+    wide = make_args_on("hopper", monkeypatch, tiny_model, dcp_size=2, page_size=4)
     again = type(wide)(**{**dataclasses.asdict(wide), "dcp_size": 1})
-    plain = make_cuda_args(tiny_model, monkeypatch, hopper=True, page_size=4)
+    plain = make_args_on("hopper", monkeypatch, tiny_model, page_size=4)
     assert fields_of(again) == fields_of(plain)
     assert plain.cuda_graph_config.prefill.backend != "disabled"
 
 
 def test_prefill_graph_is_off(tiny_model, monkeypatch):
-    args = make_cuda_args(tiny_model, monkeypatch, hopper=False, dcp_size=2)
+    args = make_args_on("cuda", monkeypatch, tiny_model, dcp_size=2)
     assert args.cuda_graph_config.prefill.backend == "disabled"
     assert args.cuda_graph_config.decode.backend == "full"
     plain = dataclasses.replace(args, dcp_size=1)
     assert plain.cuda_graph_config.prefill.backend == "tc_piecewise"  # it had been on
-    off = make_cuda_args(
-        tiny_model, monkeypatch, hopper=False, dcp_size=2, disable_prefill_cuda_graph=True
-    )
+    off = make_args_on("cuda", monkeypatch, tiny_model, dcp_size=2, disable_prefill_cuda_graph=True)
     assert dataclasses.replace(off, dcp_size=1).cuda_graph_config.prefill.backend == "disabled"
 
 
@@ -145,10 +141,10 @@ def test_prefill_graph_is_off(tiny_model, monkeypatch):
 @pytest.mark.parametrize("dcp_size", [1, 2])
 def test_prefill_graph_asked_for_is_refused(tiny_model, monkeypatch, backend, dcp_size):
     def make():
-        return make_cuda_args(
-            tiny_model,
+        return make_args_on(
+            "cuda",
             monkeypatch,
-            hopper=False,
+            tiny_model,
             dcp_size=dcp_size,
             cuda_graph_backend_prefill=backend,
         )
@@ -183,18 +179,18 @@ def test_cpu_recipe_is_set(tiny_model, monkeypatch):
     assert len(os.environ["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == 4
 
 
-@pytest.mark.parametrize("hopper", [True, False])
-def test_hopper_default_backend(tiny_model, monkeypatch, hopper):
-    args = make_cuda_args(tiny_model, monkeypatch, hopper, dcp_size=2)
+@pytest.mark.parametrize("machine", ["hopper", "cuda"])
+def test_hopper_default_backend(tiny_model, monkeypatch, machine):
+    args = make_args_on(machine, monkeypatch, tiny_model, dcp_size=2)
     plain = dataclasses.replace(args, dcp_size=1)
-    if hopper:
+    if machine == "hopper":
         assert (args.attention_backend, args.page_size) == ("flashmla", 128)
         assert (plain.attention_backend, plain.page_size) == ("fa3", 1)
     else:
         assert (args.attention_backend, args.page_size) == ("triton", 2)
         assert (plain.attention_backend, plain.page_size) == ("triton", 1)
-    asked = make_cuda_args(
-        tiny_model, monkeypatch, hopper, dcp_size=2, attention_backend="flashinfer"
+    asked = make_args_on(
+        machine, monkeypatch, tiny_model, dcp_size=2, attention_backend="flashinfer"
     )
     assert (asked.attention_backend, asked.page_size) == ("flashinfer", 2)
 
