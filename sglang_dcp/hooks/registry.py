@@ -195,11 +195,11 @@ def register(patches: Sequence[Patch]) -> None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for patch in patches:
+    hooks: list[Any] = [patch.load_hook() if patch.hook else None for patch in patches]
+    for patch, hook in zip(patches, hooks, strict=True):
         _applied[patch.name] = patch
         if in_source(patch):
             continue
-        hook: Any = patch.load_hook() if patch.hook else None
         if patch.kind in REGISTRY_KINDS:
             HookRegistry.register(patch.target, hook, HookType(patch.kind))
         elif patch.kind == "append":
@@ -230,9 +230,9 @@ def apply(patches: Sequence[Patch]) -> None:
     """Check, register, apply and verify: all of the patches or a PatchError."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    patches = [patch for patch in patches if patch.name not in _applied]
-    check(patches)
-    register(patches)
+    new = [patch for patch in patches if patch.name not in _applied]
+    check(new)
+    register(new)
     HookRegistry.apply_hooks()
     verify(patches)
 
