@@ -193,7 +193,7 @@ def test_absorbed_prefill_is_refused(plugin):
     backend = object.__new__(DcpTorchMLABackend)
     backend.token_to_kv_pool = SimpleNamespace(kv_lora_rank=NOPE)
     with pytest.raises(RuntimeError, match="absorbed prefill"):
-        backend.forward_extend(None, None, None, SimpleNamespace(v_head_dim=NOPE))
+        backend.forward_extend(None, None, None, SimpleNamespace(v_head_dim=NOPE), None)
 
 
 @pytest.mark.parametrize("extend_lse_base", ["e", "2"])
@@ -213,8 +213,8 @@ def test_prefix_chunks_return_base_e(plugin, extend_lse_base):
         pass
 
     Backend.extend_lse_base = extend_lse_base
-    layer = SimpleNamespace(v_head_dim=8)
-    got, got_lse = Backend().forward_extend(o, o, o, layer, with_lse=True)
+    layer, batch = SimpleNamespace(v_head_dim=8), SimpleNamespace(extend_prefix_lens_cpu=[3])
+    got, got_lse = Backend().forward_extend(o, o, o, layer, batch, with_lse=True)
     assert got is o
     torch.testing.assert_close(got_lse, lse * math.log(2) if extend_lse_base == "2" else lse)
-    assert Backend().forward_extend(o, o, o, layer) is o
+    assert Backend().forward_extend(o, o, o, layer, batch) is o

@@ -9,6 +9,7 @@ from sglang_dcp import state
 from sglang_dcp.attention.decode import decode_over_stripes
 from sglang_dcp.kernels.kv_index import fill_local_lens
 from sglang_dcp.kernels.lse_merge import LseBase
+from sglang_dcp.metrics import count_prefill
 
 
 class StripeMixin:
@@ -79,6 +80,7 @@ class StripeMixin:
         k: torch.Tensor,
         v: torch.Tensor,
         layer: Any,
+        forward_batch: Any,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
@@ -92,7 +94,10 @@ class StripeMixin:
                 "absorbed prefill was asked for over a striped pool, of which this rank holds only "
                 "its own tokens; DCP prefills on expanded K and V. This is a bug of sglang-dcp."
             )
-        result = super().forward_extend(q, k, v, layer, *args, **kwargs)  # type: ignore[misc]
+        count_prefill(forward_batch)
+        result = super().forward_extend(  # type: ignore[misc]
+            q, k, v, layer, forward_batch, *args, **kwargs
+        )
         if isinstance(result, tuple) and self.extend_lse_base == "2":
             o, lse = result
             return o, lse * math.log(2)

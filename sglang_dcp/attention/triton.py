@@ -10,6 +10,7 @@ from sglang_dcp import state
 from sglang_dcp.attention.stripe import StripeMixin
 from sglang_dcp.kernels.kv_index import build_local_kv_indices
 from sglang_dcp.kernels.split_reduce import reduce_splits
+from sglang_dcp.metrics import count_prefill
 from sglang_dcp.prefix_gather import GatherPlan, make_gather_plan
 
 
@@ -143,6 +144,7 @@ class DcpTritonBackend(StripeMixin, TritonAttnBackend):
         """Without a prefix upstream's MHA; with one, absorbed MLA over prefix and fresh tokens."""
         if q_rope is None or k_rope is None:
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+        count_prefill(forward_batch)
         if save_kv_cache:
             self.token_to_kv_pool.set_mla_kv_buffer(layer, forward_batch.out_cache_loc, k, k_rope)
         prefix = torch.cat(self._gather_prefix(layer, q.dtype), dim=-1)

@@ -2,7 +2,8 @@
 
 ARGUMENTS apply in every process with the plugin (phase 1) and change argument handling only;
 LAUNCH proves that the schedulers are what was asked for. The rest applies in scheduler processes
-(phase 2): DCP when dcp_size > 1, CPU on --device cpu, OBSERVE when counters are asked for.
+(phase 2): DCP when dcp_size > 1, and METRICS then with --enable-metrics; CPU on --device cpu;
+OBSERVE when counters are asked for.
 """
 
 import importlib.util
@@ -372,6 +373,30 @@ OBSERVE: tuple[Patch, ...] = (
     ),
 )
 
+_REPORTER = _SRT + "managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter."
+METRICS: tuple[Patch, ...] = (
+    Patch(
+        name="metrics",
+        target=_REPORTER + "log_batch_result_stats",
+        kind="after",
+        params=("self", "batch", "result"),
+        hook=_HOOKS + "metrics_reporter:after_log_batch_result_stats",
+        why="rows, prefill variants and exchange times of every rank for /metrics",
+        remove_when="never: it is ours",
+        test="tests/test_metrics.py::test_series_of_a_server",
+    ),
+    Patch(
+        name="metrics-idle",
+        target=_REPORTER + "_maybe_log_idle_metrics",
+        kind="after",
+        params=("self",),
+        hook=_HOOKS + "metrics_reporter:after_maybe_log_idle_metrics",
+        why="series exist from the start and do not stay at the last busy value",
+        remove_when="never: it is ours",
+        test="tests/test_metrics.py::test_series_of_a_server",
+    ),
+)
+
 #: Attention backends that DCP replaces, by device.
 DCP_BACKENDS = {"cuda": ("flashmla", "flashinfer", "triton"), "cpu": ()}
 
@@ -385,6 +410,8 @@ def phase_two(server_args: Any) -> list[Patch]:
         patches += DCP
         if server_args.device == "cuda":
             patches += _backend(server_args.attention_backend)
+        if server_args.enable_metrics:
+            patches += METRICS
     if envs.counters_dir() is not None:
         patches += OBSERVE
     return patches
@@ -401,6 +428,7 @@ def everything() -> dict[str, tuple[Patch, ...]]:
         "backends": backends,
         "cpu": CPU,
         "observe": OBSERVE,
+        "metrics": METRICS,
     }
 
 
