@@ -16,6 +16,7 @@ from simulated_ranks import as_rank
 
 from sglang_dcp import metrics, state
 from sglang_dcp.comm.timer import ExchangeTimer
+from sglang_dcp.hooks import table
 from sglang_dcp.testing.server import Server
 
 
@@ -263,6 +264,13 @@ def test_published_when_sglang_logs_and_when_work_ends(
     assert batch("idle", 40, 72) == 32, "an idle batch of DP attention is no decode step"
     assert idle(8) == 4
     assert idle(16) == 4, "published once, then no more work while idle"
+
+
+@pytest.mark.parametrize(("enable", "dcp_size"), [(True, 2), (True, 1), (False, 2)])
+def test_hooked_only_for_dcp_with_metrics(enable: bool, dcp_size: int) -> None:
+    args = SimpleNamespace(device="cpu", dcp_size=dcp_size, enable_metrics=enable)
+    hooked = [patch for patch in table.phase_two(args) if patch in table.METRICS]
+    assert hooked == (list(table.METRICS) if enable and dcp_size > 1 else [])
 
 
 # ---------------------------------------------------------------- a real server
