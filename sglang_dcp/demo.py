@@ -109,12 +109,12 @@ def make_setup(args: argparse.Namespace) -> Setup:
         ValueError: sizes that cannot be served; three parts, before anything starts.
     """
     dcp_size = args.tp if args.dcp_size is None else args.dcp_size
-    check_dcp_size(dcp_size)
     if args.tp not in (2, 4, 8, 16):
         raise ValueError(
             f"--tp {args.tp} was asked for: the demo's model splits over 2, 4, 8 or 16 ranks. Use "
             "one of these."
         )
+    check_dcp_size(dcp_size)
     dcp_groups(args.tp, args.tp, dcp_size)
     if dcp_size == 1:
         raise ValueError(

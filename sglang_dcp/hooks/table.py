@@ -352,11 +352,15 @@ CPU: tuple[Patch, ...] = (
         remove_when=_CPU_GONE,
         test="tests/test_serve.py",
     ),
+    _cpu_kernel("merge_state_v2", _MHA, "upstream imports it on CUDA only"),
+)
+
+#: Stand-ins for Triton kernels, left out where Triton interprets the real ones.
+CPU_KERNELS: tuple[Patch, ...] = (
     _cpu_kernel("alloc_extend_kernel", _SRT + "mem_cache.allocator.paged.", _NO_DRIVER),
     _cpu_kernel("alloc_decode_kernel", _SRT + "mem_cache.allocator.paged.", _NO_DRIVER),
     _cpu_kernel("create_chunked_prefix_cache_kv_indices", _MHA_MIXIN, _NO_DRIVER),
     _cpu_kernel("create_flashinfer_kv_indices_triton", _MHA_MIXIN, _NO_DRIVER),
-    _cpu_kernel("merge_state_v2", _MHA, "upstream imports it on CUDA only"),
 )
 
 OBSERVE: tuple[Patch, ...] = (
@@ -381,6 +385,8 @@ def phase_two(server_args: Any) -> list[Patch]:
     patches: list[Patch] = []
     if server_args.device == "cpu":
         patches += CPU
+        if not envs.triton_interpreted():
+            patches += CPU_KERNELS
     if server_args.dcp_size > 1:
         patches += DCP
         if server_args.device == "cuda":
@@ -399,7 +405,7 @@ def everything() -> dict[str, tuple[Patch, ...]]:
         "scheduler": SCHEDULER,
         "dcp": DCP,
         "backends": backends,
-        "cpu": CPU,
+        "cpu": CPU + CPU_KERNELS,
         "observe": OBSERVE,
     }
 
