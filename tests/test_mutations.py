@@ -30,7 +30,8 @@ def server(farm: Farm, mutation_file: Path):
         [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(":")]
     )
     spec = Spec(
-        dcp_size=2,
+        tp=4,  # with c = 2 no rank's stripe is ever empty in a decode step
+        dcp_size=4,
         args=("--dcp-comm-backend", "a2a"),
         env=(("MUTATION_FILE", str(mutation_file)), ("PYTHONPATH", path)),
         module="mutated_server",

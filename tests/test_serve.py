@@ -85,9 +85,8 @@ def test_stages_ran_on_every_rank(served: Outcome) -> None:
     for name in ("kv_write", "gather_q", "attend_stripe", "exchange_merge", "kv_gather"):
         assert min(served.counts(name)) > 0, name
     assert served.counts("gather_q") == served.counts("exchange_merge")
-    # the last rank of each group has nothing of a request of one token
-    last = served.counts("empty_stripe")[spec.dcp_size - 1 :: spec.dcp_size]
-    assert min(last) > 0
+    if spec.dcp_size > 2:  # a decode step sees two tokens at least, so rank 1 always owns one
+        assert min(served.counts("empty_stripe")[spec.dcp_size - 1 :: spec.dcp_size]) > 0
     assert {rank["dcp_size"] for rank in served.ranks} == {spec.dcp_size}
     assert {rank["pool"] for rank in served.ranks} == {"DcpMLATokenToKVPool"}
 
