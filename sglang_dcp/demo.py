@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dcp.comm import comm_backend_names
-from sglang_dcp.hooks.guards import check_dcp_size
 from sglang_dcp.layout import dcp_groups
 from sglang_dcp.testing.demo_report import Report, Served, make_report
 from sglang_dcp.testing.observe import rank_counters
@@ -108,6 +107,8 @@ def make_setup(args: argparse.Namespace) -> Setup:
     Raises:
         ValueError: sizes that cannot be served; three parts, before anything starts.
     """
+    from sglang_dcp.hooks.guards import check_dcp_size  # loads SGLang
+
     dcp_size = args.tp if args.dcp_size is None else args.dcp_size
     if args.tp not in (2, 4, 8, 16):
         raise ValueError(

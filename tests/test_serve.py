@@ -44,8 +44,7 @@ SPECS = {
         tp=4,
         dcp_size=2,
         args=("--dp-size", "2", "--enable-dp-attention"),
-        env=INTERPRETED,
-        work="few",
+        env=CHECKED_POOL,
     ),
 }
 

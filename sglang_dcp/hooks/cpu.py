@@ -114,6 +114,30 @@ def _create_flashinfer_kv_indices(
     _chunk_indices(req_to_token, req_pool_indices, kv_start_idx, lens, kv_indptr, kv_indices)
 
 
+def memcpy_rows(
+    dst: torch.Tensor,
+    src: torch.Tensor,
+    dim: int,
+    offset: torch.Tensor,
+    sz: torch.Tensor,
+    offset_src: bool,
+) -> None:
+    """Twin of dp_attention.memcpy_triton: `sz` rows, at `offset` of src or of dst, from 0 else."""
+    start, end = int(offset), int(offset) + int(sz)
+    if offset_src:
+        dst[: end - start] = src[start:end]
+    else:
+        dst[start:end] = src[: end - start]
+
+
+_torch_tensor = torch.tensor
+
+
+def tensor_unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+    """torch.tensor that never pins: there is no driver to pin memory for."""
+    return _torch_tensor(*args, **kwargs)
+
+
 alloc_extend_kernel = TorchKernel(_alloc_extend)
 alloc_decode_kernel = TorchKernel(_alloc_decode)
 create_chunked_prefix_cache_kv_indices = TorchKernel(_create_chunked_prefix_cache_kv_indices)
