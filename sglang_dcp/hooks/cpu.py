@@ -130,6 +130,20 @@ def memcpy_rows(
         dst[start:end] = src[: end - start]
 
 
+def reg_all_gather_into_tensor(output: torch.Tensor, input: torch.Tensor, group_name: str) -> None:
+    """The group's own method; upstream reaches it through an operator that only CUDA has."""
+    from sglang.srt.distributed import parallel_state
+
+    parallel_state._groups[group_name]()._all_gather_into_tensor(output, input)
+
+
+def reg_reduce_scatter_tensor(output: torch.Tensor, input: torch.Tensor, group_name: str) -> None:
+    """As above."""
+    from sglang.srt.distributed import parallel_state
+
+    parallel_state._groups[group_name]()._reduce_scatter_tensor(output, input)
+
+
 _torch_tensor = torch.tensor
 
 

@@ -92,6 +92,19 @@ CPU: tuple[Patch, ...] = (
         remove_when=_CPU_GONE,
         test="tests/test_serve.py",
     ),
+    *(
+        Patch(
+            name=f"cpu-{name}",
+            target=f"{_SRT}distributed.parallel_state.{name}",
+            kind="attr",
+            params=None,
+            hook=f"{_HOOKS}cpu:{name}",
+            why="DP attention's collectives are custom operators that exist on CUDA only",
+            remove_when=_CPU_GONE,
+            test="tests/test_serve.py",
+        )
+        for name in ("reg_all_gather_into_tensor", "reg_reduce_scatter_tensor")
+    ),
     _cpu_kernel("merge_state_v2", _MHA, "upstream imports it on CUDA only"),
 )
 
