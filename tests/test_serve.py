@@ -5,10 +5,21 @@ counted and hold says that the striped path really ran.
 """
 
 import time
+from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
-from serving import BARE_CPU_ENV, CHUNK, FIRST, WORK, Background, Farm, Outcome, Spec, generate
+from serving import (
+    BARE_CPU_ENV,
+    FIRST,
+    WORK,
+    Background,
+    Farm,
+    Outcome,
+    Results,
+    Spec,
+    generate,
+)
 
 from sglang_dcp.layout import local_len
 from sglang_dcp.testing.compare import Comparison, cached_tokens, compare_results
@@ -184,76 +195,83 @@ def test_torch_mla_equals_upstream_triton(farm: Farm) -> None:
     assert_same(compare(farm.outcome(upstream), ours))
 
 
-class TestSmallPool:
-    """One server whose pool holds less than what is asked of it at once."""
-
-    POOL_TOKENS = 640
-    SPEC = Spec(
-        dcp_size=2,
-        args=("--chunked-prefill-size", "16", "--schedule-conservativeness", "0.1"),
-        env=CHECKED_POOL,
-        pool_tokens=POOL_TOKENS,
-        work="small_pool",
-    )
-
-    @pytest.fixture(scope="class")
-    def server(self, farm: Farm):
-        server, _ = farm.server(self.SPEC)
-        with server:
-            yield server
-
-    def same(self, farm: Farm, name: str, got: list) -> None:
-        assert_same(compare_results(farm.baseline("dense").results[name], got))
-
-    def flush(self, server: Server) -> None:
-        assert "flushed" in str(server.post("/flush_cache", {}))
-        assert server.process is not None
-        assert server.process.poll() is None
-
-    def test_retraction(self, farm: Farm, server: Server) -> None:
-        batch = WORK["small_pool"]["retract"]
-        assert sum(len(p) + batch.new_tokens for p in batch.prompts) > self.POOL_TOKENS
-        got = generate(server, batch)
-        assert "KV cache pool is full. Retract requests." in server.log_path.read_text()
-        self.same(farm, "retract", got)
-        self.flush(server)
-
-    def test_request_above_one_ranks_share(self, farm: Farm, server: Server) -> None:
-        batch = WORK["small_pool"]["large"]
-        assert len(batch.prompts[0]) > self.POOL_TOKENS // self.SPEC.dcp_size
-        self.same(farm, "large", generate(server, batch))
-        self.flush(server)
-
-    def test_abort_in_mid_prefill_then_the_same_prompt(self, farm: Farm, server: Server) -> None:
-        batch = WORK["small_pool"]["aborted"]
-        num_before = server.log_path.read_text().count("Prefill batch")
-        asked = Background(lambda: generate(server, batch, rid=["aborted"]))
-        wait_for(lambda: server.log_path.read_text().count("Prefill batch") > num_before + 2)
-        server.post("/abort_request", {"rid": "aborted"})
-        (result,) = asked.join(60)
-        assert result["meta_info"]["finish_reason"]["type"] == "abort"
-        assert result["output_ids"] == []
-        again = generate(server, batch)
-        cached = cached_tokens(again)[0]
-        assert 0 < cached < len(batch.prompts[0]) - CHUNK // 4  # it was in the middle
-        self.same(farm, "aborted", again)
-        self.flush(server)
-
-    def test_killed_rank_ends_the_server(self, server: Server) -> None:
-        """Last in this class: the server does not survive it."""
-        assert server.process is not None
-        asked = Background(lambda: generate(server, WORK["small_pool"]["retract"]))
-        ranks = psutil.Process(server.process.pid).children(recursive=True)
-        (victim,) = [p for p in ranks if any("scheduler_TP1" in word for word in p.cmdline())]
-        time.sleep(1)  # in the middle of serving
-        victim.kill()
-        wait_for(lambda: server.process is not None and server.process.poll() is not None, 90)
-        with pytest.raises((OSError, ServerError)):
-            asked.join(30)
-        assert "exit code" in server.log_tail(20000) or "died" in server.log_tail(20000)
+# A server whose pool holds less than what is asked of it at once.
+SMALL_POOL_TOKENS = 640
+SMALL_POOL = Spec(
+    dcp_size=2,
+    args=("--chunked-prefill-size", "16", "--schedule-conservativeness", "0.1"),
+    env=CHECKED_POOL,
+    pool_tokens=SMALL_POOL_TOKENS,
+    work="small_pool",
+)
 
 
-def wait_for(condition, timeout_s: float = 60.0) -> None:
+@pytest.fixture(scope="module")
+def small_pool(farm: Farm) -> Iterator[Server]:
+    """A running server, used by the tests below in their order."""
+    server, _ = farm.server(SMALL_POOL)
+    with server:
+        yield server
+
+
+def assert_same_and_balanced(farm: Farm, server: Server, name: str, got: Results) -> None:
+    assert_same(compare_results(farm.baseline("dense").results[name], got))
+    assert "flushed" in str(server.post("/flush_cache", {}))
+    assert server.process is not None
+    assert server.process.poll() is None
+
+
+def test_retraction(farm: Farm, small_pool: Server) -> None:
+    batch = WORK["small_pool"]["retract"]
+    assert sum(len(p) + batch.new_tokens for p in batch.prompts) > SMALL_POOL_TOKENS
+    got = generate(small_pool, batch)
+    assert "KV cache pool is full. Retract requests." in small_pool.log_path.read_text()
+    assert_same_and_balanced(farm, small_pool, "retract", got)
+
+
+def test_request_above_one_ranks_share(farm: Farm, small_pool: Server) -> None:
+    batch = WORK["small_pool"]["large"]
+    assert len(batch.prompts[0]) > SMALL_POOL_TOKENS // SMALL_POOL.dcp_size
+    got = generate(small_pool, batch)
+    assert_same_and_balanced(farm, small_pool, "large", got)
+
+
+def test_abort_in_mid_prefill_then_the_same_prompt(farm: Farm, small_pool: Server) -> None:
+    batch = WORK["small_pool"]["aborted"]
+
+    def num_chunks() -> int:
+        return small_pool.log_path.read_text().count("Prefill batch")
+
+    before = num_chunks()
+    asked = Background(lambda: generate(small_pool, batch, rid=["aborted"]))
+    wait_for(lambda: num_chunks() > before + 2)
+    small_pool.post("/abort_request", {"rid": "aborted"})
+    (result,) = asked.join(60)
+    assert result["meta_info"]["finish_reason"]["type"] == "abort"
+    assert result["output_ids"] == []
+    again = generate(small_pool, batch)
+    assert 0 < cached_tokens(again)[0] < len(batch.prompts[0]) - 16  # it was in the middle
+    assert_same_and_balanced(farm, small_pool, "aborted", again)
+
+
+def test_killed_rank_ends_the_server(small_pool: Server) -> None:
+    """Last of them: the server does not survive it."""
+    assert small_pool.process is not None
+    asked = Background(lambda: generate(small_pool, WORK["small_pool"]["retract"]))
+    ranks = psutil.Process(small_pool.process.pid).children(recursive=True)
+    (victim,) = [p for p in ranks if any("scheduler_TP1" in word for word in p.cmdline())]
+    time.sleep(1)  # in the middle of serving
+    victim.kill()
+    # upstream itself waits up to 65 s for core dumps before it exits
+    wait_for(lambda: small_pool.process is None or small_pool.process.poll() is not None, 180)
+    with pytest.raises((OSError, ServerError)):
+        asked.join(30)
+    log = small_pool.log_path.read_text()
+    assert "one child failed" in log
+    assert "Connection" in log  # what the surviving rank says of its peer
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"did not happen in {timeout_s} s"
