@@ -1,6 +1,8 @@
 """Fixtures of all tests; decides, before Triton is imported, whether kernels are interpreted."""
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,3 +34,28 @@ def fresh_seed(request: pytest.FixtureRequest) -> int:
 def farm(tmp_path_factory: pytest.TempPathFactory) -> Farm:
     """Servers of this session: each configuration is served once, whichever test asks."""
     return Farm(tmp_path_factory.mktemp("servers"))
+
+
+@pytest.fixture(scope="session")
+def plugin_loaded() -> None:
+    """SGLang with the plugin loaded as a launcher loads it: the DCP arguments exist."""
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+
+
+@pytest.fixture
+def plugin(plugin_loaded: None) -> Iterator[None]:
+    """The plugin, with the environment put back after the test (CPU arguments set variables)."""
+    saved = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(saved)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small MLA checkpoint."""
+    from sglang_dcp.testing.tiny_model import write_tiny_model
+
+    return write_tiny_model(tmp_path_factory.mktemp("model"))

@@ -8,6 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from sglang.srt.configs.model_config import is_deepseek_dsa
+from sglang.srt.environ import envs
+from sglang.srt.platforms import current_platform
+
 #: Architectures whose attention is DeepseekV2AttentionMLA and which a test serves.
 SUPPORTED_ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 #: Attention backends that return an LSE over the stripe, by device.
@@ -20,8 +24,9 @@ class Rule:
     """One option that DCP refuses.
 
     Attributes:
-        option: the flag as the user writes it.
-        asked: its offending value in given arguments, or None if it does not offend.
+        option: the flag, or environment variable, as the user writes it.
+        asked: its offending value in given arguments, or None if it does not offend. Also called
+            before upstream fills in defaults, so values may still be None.
         why: the rule.
         way_out: what to do instead.
     """
@@ -35,6 +40,10 @@ class Rule:
 def _flag(name: str, why: str, way_out: str | None = None) -> Rule:
     option = "--" + name.replace("_", "-")
     return Rule(option, lambda args: getattr(args, name) or None, why, way_out or f"Drop {option}")
+
+
+def _env(name: str, why: str) -> Rule:
+    return Rule(name, lambda args: getattr(envs, name).get() or None, why, f"Unset {name}")
 
 
 def _above_one(name: str, why: str) -> Rule:
@@ -51,6 +60,7 @@ _INDEX = "it moves KV by logical slot, but a rank's pool holds physical rows (sl
 _STREAMS = "it interleaves two streams, and collectives of one DCP group must not overtake another"
 _ABSORBED = "it makes prefill attend absorbed over the paged pool, which holds only a stripe"
 _UNTESTED = "no test serves this combination"
+_PLAIN_WEIGHTS = "w_kc and w_vc are tested in bf16 and float32 only"
 
 RULES: tuple[Rule, ...] = (
     _flag("speculative_algorithm", "draft pools and verify lengths are not striped"),
@@ -94,7 +104,17 @@ RULES: tuple[Rule, ...] = (
     _flag("enable_weights_cpu_backup", _UNTESTED),
     _flag("enable_memory_saver", _UNTESTED),
     _flag("cpu_offload_gb", _UNTESTED),
-    _flag("quantization", "w_kc and w_vc are tested in bf16 and float32 only"),
+    _flag("kt_weight_path", _UNTESTED),
+    _flag("radix_cache_backend", "other prefix caches have page rules of their own"),
+    _env("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "other prefix caches have page rules of their own"),
+    _env("SGLANG_ENABLE_UNIFIED_RADIX_TREE", "other prefix caches have page rules of their own"),
+    _flag("prefill_only_disable_kv_cache", "there would be no cache to stripe"),
+    _flag("enable_mis", _UNTESTED),
+    _flag("enable_dynamic_chunking", _UNTESTED),
+    _flag("rl_on_policy_target", _ABSORBED),
+    _flag("torchao_config", _PLAIN_WEIGHTS),
+    _flag("modelopt_quant", _PLAIN_WEIGHTS),
+    _flag("quantization", _PLAIN_WEIGHTS),
     Rule(
         "--kv-canary",
         lambda args: args.kv_canary if args.kv_canary not in (None, "none") else None,
@@ -115,9 +135,27 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "--chunked-prefill-size",
-        lambda args: args.chunked_prefill_size if args.chunked_prefill_size <= 0 else None,
+        lambda args: (None if (args.chunked_prefill_size or 1) > 0 else args.chunked_prefill_size),
         "without chunked prefill input buffers are sized by the logical capacity, dcp_size x more",
         "Use a positive --chunked-prefill-size",
+    ),
+    Rule(
+        "--offload-group-size",
+        lambda args: args.offload_group_size if args.offload_group_size > 0 else None,
+        _UNTESTED,
+        "Drop --offload-group-size",
+    ),
+    Rule(
+        "--model-impl",
+        lambda args: args.model_impl if args.model_impl not in ("auto", "sglang") else None,
+        "only SGLang's own DeepSeek attention reads and writes the striped pool",
+        "Leave --model-impl at auto",
+    ),
+    Rule(
+        "SGLANG_PLATFORM",
+        lambda args: type(current_platform).__name__ if current_platform.is_out_of_tree() else None,
+        "a platform plugin brings pools and allocators of its own",
+        "Uninstall the platform plugin",
     ),
     Rule(
         "--device",
@@ -173,11 +211,12 @@ def check_model(args: Any) -> None:
     """Raise ValueError unless the model is an MLA model that a test serves."""
     config = args.get_model_config()
     architectures = config.hf_config.architectures or []
-    if not args.use_mla_backend() or not set(architectures) & set(SUPPORTED_ARCHITECTURES):
+    supported = bool(set(architectures) & set(SUPPORTED_ARCHITECTURES))
+    if not supported or not args.use_mla_backend() or is_deepseek_dsa(config.hf_config):
         raise ValueError(
             f"--dcp-size {args.dcp_size} with {args.model_path} was asked for: its architecture "
-            f"{architectures} is not one of {list(SUPPORTED_ARCHITECTURES)}, the MLA models whose "
-            "latent cache DCP stripes. Serve it without --dcp-size."
+            f"{architectures} is not one of {list(SUPPORTED_ARCHITECTURES)} without sparse "
+            "attention, the MLA models whose latent cache DCP stripes. Serve it without --dcp-size."
         )
     heads = config.num_attention_heads
     if heads % args.tp_size:
@@ -185,11 +224,11 @@ def check_model(args: Any) -> None:
             f"--dcp-size {args.dcp_size} with --tp {args.tp_size} was asked for: {heads} heads do "
             f"not divide over {args.tp_size} ranks. Use a --tp that divides {heads}."
         )
-    if getattr(config.hf_config, "quantization_config", None):
+    # `quantization` is what upstream found in config.json or in the file hf_quant_config.json.
+    if config.quantization or getattr(config.hf_config, "quantization_config", None):
         raise ValueError(
-            f"--dcp-size {args.dcp_size} with a quantized checkpoint was asked for: w_kc and w_vc "
-            "are tested in bf16 and float32 only. Use an unquantized checkpoint, or serve without "
-            "--dcp-size."
+            f"--dcp-size {args.dcp_size} with a quantized checkpoint was asked for: "
+            f"{_PLAIN_WEIGHTS}. Use an unquantized checkpoint, or serve without --dcp-size."
         )
 
 
@@ -212,13 +251,8 @@ def check_backend(args: Any) -> None:
         )
 
 
-def check_server_args(args: Any) -> None:
-    """Raise ValueError for the first rule that `args` (dcp_size > 1) breaks.
-
-    Args:
-        args: a ServerArgs after its own `__post_init__`.
-    """
-    check_topology(args)
+def check_options(args: Any) -> None:
+    """Raise ValueError for the first of RULES that `args` breaks."""
     for rule in RULES:
         asked = rule.asked(args)
         if asked is not None:
@@ -226,5 +260,15 @@ def check_server_args(args: Any) -> None:
                 f"--dcp-size {args.dcp_size} with {rule.option} {asked} was asked for: {rule.why}. "
                 f"{rule.way_out}, or serve without --dcp-size."
             )
+
+
+def check_server_args(args: Any) -> None:
+    """Raise ValueError for the first rule that `args` (dcp_size > 1) breaks.
+
+    Args:
+        args: a ServerArgs after its own `__post_init__`.
+    """
+    check_topology(args)
+    check_options(args)
     check_model(args)
     check_backend(args)

@@ -18,7 +18,7 @@ from sglang.srt.utils import is_sm90_supported
 
 from sglang_dcp import envs
 from sglang_dcp.comm import comm_backend_names
-from sglang_dcp.hooks.guards import check_dcp_size, check_server_args
+from sglang_dcp.hooks.guards import check_dcp_size, check_options, check_server_args
 
 logger = logging.getLogger(__name__)
 
@@ -82,9 +82,12 @@ def _undo_derived(kwargs: dict[str, Any], derived: dict[str, Any] | None) -> Non
     for name, (asked, value) in (derived or {}).items():
         if name == "cuda_graph_prefill":
             config: Any = copy.deepcopy(kwargs.get("cuda_graph_config"))
-            if hasattr(config, "prefill") and config.prefill.backend == value:
+            if isinstance(config, dict):  # from asdict: an entry counts as the user's, so drop it
+                if config.get("prefill", {}).get("backend") == value:
+                    del config["prefill"]["backend"]
+            elif config is not None and config.prefill.backend == value:
                 config.prefill.backend = asked
-                kwargs["cuda_graph_config"] = config
+            kwargs["cuda_graph_config"] = config
         elif kwargs.get(name) == value:
             kwargs[name] = asked
 
@@ -107,6 +110,18 @@ def around_init(original: Callable[..., None], self: Any, *args: Any, **kwargs: 
     original(self, *args, **kwargs)
 
 
+def before_post_init(self: Any) -> None:
+    """First statement of __post_init__ where the source declares the fields (patches/).
+
+    There the generated __init__ has just stored them, and `around_init` has nothing to do.
+    """
+    check_dcp_size(self.dcp_size)
+    if self.dcp_size > 1:
+        verify_phase_one()
+    _undo_derived(self.__dict__, self.dcp_derived)
+    self.dcp_derived = None
+
+
 def around_eq(original: Callable[..., Any], self: Any, other: Any) -> Any:
     """AROUND ServerArgs.__eq__: two argument sets that differ only in DCP fields are not equal."""
     equal = original(self, other)
@@ -122,10 +137,11 @@ def after_repr(result: str, self: Any) -> str:
 
 
 def _derive(args: Any, name: str, value: Any) -> None:
-    """Set argument `name` to `value` and record what it was."""
-    asked = getattr(args, name)
-    if asked != value:
-        args.dcp_derived = {**(args.dcp_derived or {}), name: (asked, value)}
+    """Set argument `name` to `value` and record what it was before its first derivation."""
+    derived = args.dcp_derived or {}
+    asked, _ = derived.get(name, (getattr(args, name), None))
+    if getattr(args, name) != value:
+        args.dcp_derived = {**derived, name: (asked, value)}
         setattr(args, name, value)
 
 
@@ -149,15 +165,21 @@ def before_attention_backend(self: Any) -> None:
         return
     if is_sm90_supported():  # upstream picks fa3 here, which returns no LSE for the stripe
         _derive(self, "attention_backend", "flashmla")
+        _derive(self, "page_size", 64)  # as upstream would, but remembering what was asked
 
 
 def after_handle_cuda_graph_config(result: None, self: Any) -> None:
     """AFTER ServerArgs._handle_cuda_graph_config: no prefill graph.
 
     Under a prefill graph every extend attends absorbed over the paged pool, which holds a stripe.
+    Options are refused here for the first time, before upstream judges them by a page size that
+    the user has not asked for.
     """
+    if self.dcp_size == 1:
+        return
+    check_options(self)
     prefill = self.cuda_graph_config.prefill
-    if self.dcp_size == 1 or prefill.backend == Backend.DISABLED:
+    if prefill.backend == Backend.DISABLED:
         return
     if (Phase.PREFILL, "backend") in self._cuda_graph_config_locked:
         raise ValueError(
