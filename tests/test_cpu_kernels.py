@@ -193,3 +193,27 @@ def test_merge_state_v2(dtype, preallocated):
     ratio = math.log(2)
     skewed, _ = cpu.merge_state_v2(v_a, s_a * ratio, v_b, s_b * ratio)
     assert (skewed[[0, 4, 5]].double() - want_v[[0, 4, 5]].double()).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("offset_src", [False, True])
+def test_memcpy_rows(kernel_device, offset_src):
+    from sglang.srt.layers.dp_attention import memcpy_triton
+
+    rows = torch.randn(5, 3)
+    big, small = (9, 5) if not offset_src else (5, 9)
+    source = rows if not offset_src else torch.randn(small, 3)
+    offset, size = torch.tensor(4), torch.tensor(4)
+    results = []
+    for copy, where in ((memcpy_triton, kernel_device), (cpu.memcpy_rows, torch.device("cpu"))):
+        target = torch.full((big, 3), float(POISON), device=where)
+        copy(target, source.to(where), 0, offset.to(where), size.to(where), offset_src)
+        results.append(target.cpu())
+    assert torch.equal(*results)
+    want = source[4:8] if offset_src else source[:4]
+    assert torch.equal(results[1][:4] if offset_src else results[1][4:8], want)
+    assert (results[1] == POISON).sum() == (big - 4) * 3
+
+
+def test_tensor_unpinned():
+    assert cpu.tensor_unpinned([1, 2], pin_memory=True, dtype=torch.int32).tolist() == [1, 2]
+    assert cpu.tensor_unpinned(3.5).dtype == torch.float32

@@ -90,7 +90,7 @@ CPU: tuple[Patch, ...] = (
         hook=_HOOKS + "cpu:tensor_unpinned",
         why="DP attention pins memory, which needs a CUDA driver",
         remove_when=_CPU_GONE,
-        test="tests/test_serve.py",
+        test="tests/test_cpu_kernels.py::test_tensor_unpinned",
     ),
     *(
         Patch(
@@ -122,6 +122,6 @@ CPU_KERNELS: tuple[Patch, ...] = (
         hook=_HOOKS + "cpu:memcpy_rows",
         why=_NO_DRIVER,
         remove_when=_CPU_GONE,
-        test="tests/test_serve.py",
+        test="tests/test_cpu_kernels.py::test_memcpy_rows",
     ),
 )
