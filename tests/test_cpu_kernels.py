@@ -2,6 +2,7 @@
 
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -217,3 +218,31 @@ def test_memcpy_rows(kernel_device, offset_src):
 def test_tensor_unpinned():
     assert cpu.tensor_unpinned([1, 2], pin_memory=True, dtype=torch.int32).tolist() == [1, 2]
     assert cpu.tensor_unpinned(3.5).dtype == torch.float32
+
+
+def test_experts_of_other_ranks_add_nothing(monkeypatch):
+    from sglang.srt.layers.moe import fused_moe_native
+    from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+    def silu_and_mul(x):  # upstream's class wants the arguments of a server
+        gate, up = x.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+
+    monkeypatch.setattr(fused_moe_native, "SiluAndMul", lambda: silu_and_mul)
+    weights = {"w13_weight": torch.randn(2, 8, 6), "w2_weight": torch.randn(2, 6, 4)}
+    layer = SimpleNamespace(num_experts=4, **weights)
+    x, router = torch.randn(3, 6), torch.rand(3, 2)
+    config = MoeRunnerConfig(activation="silu", apply_router_weight_on_input=False)
+
+    def local_only(ids, router):
+        top = StandardTopKOutput(router, torch.tensor(ids), torch.empty(0))
+        forward = fused_moe_native.moe_forward_native
+        return cpu.around_moe_forward_native(forward, layer, x, top, config)
+
+    got = local_only([[0, -1], [-1, 1], [-1, -1]], router)
+    kept = router * torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
+    assert_close(got, local_only([[0, 1], [0, 1], [0, 1]], kept).double())
+    assert got[2].eq(0).all()
+    assert got[:2].abs().min() > 0
+    assert local_only([[-1, -1]] * 3, router).eq(0).all()

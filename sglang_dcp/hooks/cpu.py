@@ -187,6 +187,25 @@ def merge_state_v2(
     return v_merged, s_merged
 
 
+def around_moe_forward_native(
+    original: Callable[..., torch.Tensor], layer: Any, x: torch.Tensor, topk: Any, config: Any
+) -> torch.Tensor:
+    """AROUND moe_forward_native: with expert parallelism, other ranks' experts carry id -1.
+
+    Each (token, own expert) pair becomes a row of its own, and rows are added up by token.
+    """
+    own = topk.topk_ids >= 0
+    if bool(own.all()):
+        return original(layer, x, topk, config)
+    result, (tokens, _) = torch.zeros_like(x), own.nonzero(as_tuple=True)
+    if tokens.numel() == 0:
+        return result
+    rows = topk._replace(
+        topk_ids=topk.topk_ids[own][:, None], topk_weights=topk.topk_weights[own][:, None]
+    )
+    return result.index_add_(0, tokens, original(layer, x[tokens], rows, config))
+
+
 def around_support_triton(original: Callable[[str], bool], backend: str) -> bool:
     """AROUND support_triton: upstream decides by the backend's name, and knows every other name."""
     return False if backend == "torch_mla" else original(backend)

@@ -83,6 +83,16 @@ CPU: tuple[Patch, ...] = (
         test="tests/test_serve.py",
     ),
     Patch(
+        name="cpu-experts",
+        target=_SRT + "layers.moe.fused_moe_native.moe_forward_native",
+        kind="around",
+        params=("layer", "x", "topk_output", "moe_runner_config"),
+        hook=_HOOKS + "cpu:around_moe_forward_native",
+        why="with --ep-size, upstream's torch experts index by the id -1 of other ranks' experts",
+        remove_when=_CPU_GONE,
+        test="tests/test_cpu_kernels.py::test_experts_of_other_ranks_add_nothing",
+    ),
+    Patch(
         name="cpu-tensor",
         target="torch.tensor",
         kind="attr",
