@@ -276,7 +276,7 @@ def test_server_with_unstriped_schedulers_ends(tiny_model, tmp_path):
         env={**clean_env(), "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert result.returncode != 0
