@@ -1,28 +1,37 @@
 #!/usr/bin/env python3
-"""Greedy tokens of a DCP server against upstream SGLang with the same backend, on GPUs.
+"""Greedy tokens of DCP servers against upstream SGLang with the same attention backend, on GPUs.
 
-    scripts/compare_upstream.py --tp 2 --dcp-size 2 --backend flashmla --comm a2a --json FILE
+    scripts/compare_upstream.py --tp 2 --dcp-size 2 --json FILE
+    scripts/compare_upstream.py --tp 8 --dcp-size 8 --runs flashmla:a2a --json FILE
 
 bf16 servers differ in the last bits, so a difference is judged where it first appears: upstream's
 own gap between its two best tokens there must be below the logprob spread that two upstream
-backends show on the same prompt. Prints one line a prompt that differs; exits 1 if any difference
-is not explained in that way, or if a radix hit or the capacity is wrong.
+backends show on the same prompt. Exits 1 if a difference is not explained in that way, or if a
+radix hit, the rows written or the capacity are wrong.
 """
 
 import argparse
 import json
 import os
 import random
+import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sglang_dcp.testing.server import Server
+from sglang_dcp.testing.compare import cached_tokens, compare_results, max_logprob_diff
+from sglang_dcp.testing.server import Server, ServerError
 from sglang_dcp.testing.tiny_model import TinyModel, write_tiny_model
 
-GPU_MODEL = TinyModel(
+ROOT = Path(__file__).resolve().parent.parent
+PAGE_SIZES = {"flashmla": 64}
+MAX_GRAPH_BATCH = 32
+MODEL = TinyModel(
     num_layers=4,
     num_heads=32,
     hidden_size=1024,
@@ -40,181 +49,243 @@ GPU_MODEL = TinyModel(
 
 @dataclass
 class Workload:
-    """Named batches of prompts, each batch one request to /generate; lengths are tokens."""
+    """Named batches of prompts, each batch one request to /generate.
 
-    widened_page_tokens: int
+    Attributes:
+        dcp_size: c; prompt lengths around P * c are included for every page size P in use.
+        long_tokens: length of the longest prompt.
+        pool_tokens: logical capacity; the waves write it about three times over.
+    """
+
+    dcp_size: int
     long_tokens: int
     pool_tokens: int
     batches: dict[str, list[list[int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         rng = random.Random(11)
-        page = self.widened_page_tokens
 
         def prompt(num_tokens: int) -> list[int]:
-            return [rng.randrange(3, GPU_MODEL.vocab_size) for _ in range(num_tokens)]
+            return [rng.randrange(3, MODEL.vocab_size) for _ in range(num_tokens)]
 
-        for num_tokens in (1, 2, 3, page - 1, page, page + 1, 4096, self.long_tokens):
+        pages = {size * self.dcp_size for size in (1, *PAGE_SIZES.values())}
+        edges = {page + d for page in pages for d in (-1, 0, 1) if page + d > 0}
+        for num_tokens in sorted({1, 2, 3, 4096, self.long_tokens} | edges):
             self.batches[f"len{num_tokens}"] = [prompt(num_tokens)]
-        for size in (2, 3, 32, 48):  # 48 is above the largest captured graph
+        for size in (2, 3, MAX_GRAPH_BATCH, MAX_GRAPH_BATCH + 16):
             self.batches[f"batch{size}"] = [prompt(rng.randrange(1, 400)) for _ in range(size)]
-        shared = prompt(max(300, 3 * page) // page * page + page // 2)  # ends inside a page
+        shared = prompt(max(pages) * 3 + max(pages) // 2 + 1)  # ends inside every widened page
         self.batches["prefix-warm"] = [shared]
-        self.batches["prefix-hit"] = [shared + prompt(n) for n in (1, 7, 2 * page)]
-        waves = 3 * self.pool_tokens // (16 * 2048)  # writes the pool full about three times
-        for wave in range(waves):
+        self.batches["prefix-hit"] = [shared + prompt(n) for n in (1, 7, 2 * max(pages))]
+        for wave in range(3 * self.pool_tokens // (16 * 2048)):
             self.batches[f"wave{wave}"] = [prompt(2048) for _ in range(16)]
 
+    @property
+    def names(self) -> list[str]:
+        """Names of all prompts, in the order of a server's flat results."""
+        return [f"{name}[{i}]" for name, batch in self.batches.items() for i in range(len(batch))]
 
-def server_args(model: Path, args: argparse.Namespace, backend: str) -> list[str]:
-    """Arguments common to upstream and DCP servers."""
-    return [
-        *("--model-path", str(model), "--tp", str(args.tp), "--attention-backend", backend),
-        *("--max-total-tokens", str(args.pool_tokens), "--mem-fraction-static", "0.4"),
-        *("--cuda-graph-max-bs", "32", "--max-running-requests", "64"),
+
+@dataclass(frozen=True)
+class Run:
+    """One server: upstream if `comm` is None, else DCP with that communicator."""
+
+    backend: str
+    comm: str | None = None
+
+    @property
+    def tag(self) -> str:
+        return f"{self.backend}-{self.comm or 'upstream'}"
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What one server answered: flat results, /server_info and each rank's counters."""
+
+    results: list[dict[str, Any]]
+    info: dict[str, Any]
+    ranks: list[dict[str, Any]]
+
+
+def command_of(run: Run, model: Path, args: argparse.Namespace) -> tuple[str, list[str]]:
+    """Module and arguments of the server for `run`."""
+    command = [
+        *("--model-path", str(model), "--tp", str(args.tp), "--attention-backend", run.backend),
+        *("--max-total-tokens", str(args.pool_tokens), "--mem-fraction-static", "0.3"),
+        *("--cuda-graph-max-bs-decode", str(MAX_GRAPH_BATCH), "--max-running-requests", "64"),
         *("--chunked-prefill-size", str(args.chunk), "--random-seed", "1"),
-        *("--grammar-backend", "none", "--skip-server-warmup"),
+        *("--cuda-graph-backend-prefill", "disabled", "--grammar-backend", "none"),
+        "--skip-server-warmup",
     ]
+    if run.comm is None:
+        return "sglang.launch_server", command
+    command += ["--dcp-size", str(args.dcp_size), "--dcp-comm-backend", run.comm]
+    return "sglang_dcp.launch_server", command
 
 
-def run(command: list[str], module: str, work: Workload, args: argparse.Namespace) -> dict[str, Any]:
-    """Serve every batch of `work`; returns results by batch name, and the server's info."""
-    log = Path(args.log_dir) / f"{module.replace('.', '_')}-{args.log_tag}.log"
-    env = {"SGLANG_DCP_COUNTERS_DIR": str(log.with_suffix(".counters"))}
-    here = Path(__file__).resolve().parent.parent
-    env["PYTHONPATH"] = os.pathsep.join(
-        [str(here / "tests" / "gpu"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    )
+def ask(run: Run, model: Path, work: Workload, args: argparse.Namespace) -> Answers | str:
+    """Answers of the server of `run` to every batch of `work`, or why there are none.
+
+    Answers are kept in `--log-dir`: a second call with the same folder asks only what is missing.
+    """
+    kept = args.log_dir / f"{run.tag}.json"
+    if kept.exists():
+        return Answers(**json.loads(kept.read_text()))
+    try:
+        answers = serve(run, model, work, args)
+    except ServerError as error:
+        return str(error)
+    kept.write_text(json.dumps(asdict(answers)))
+    return answers
+
+
+def serve(run: Run, model: Path, work: Workload, args: argparse.Namespace) -> Answers:
+    """Start the server of `run`, ask it everything, stop it."""
+    module, command = command_of(run, model, args)
     if args.share_gpu:
         module, command = "shared_gpu", [module, *command]
-    server = Server(command, log, module, env, start_timeout_s=args.start_timeout_s)
+    counters = args.log_dir / f"{run.tag}.counters"
+    path = [str(ROOT / "tests" / "gpu"), os.environ.get("PYTHONPATH", "")]
+    env = {"SGLANG_DCP_COUNTERS_DIR": str(counters), "PYTHONPATH": os.pathsep.join(path)}
+    server = Server(command, args.log_dir / f"{run.tag}.log", module, env, args.start_timeout_s)
     with server:
-        results = {
-            name: server.generate(prompts, args.new_tokens, top_logprobs_num=2)
-            for name, prompts in work.batches.items()
-        }
+        began = time.monotonic()
+        results: list[dict[str, Any]] = []
+        for prompts in work.batches.values():
+            results += server.generate(prompts, args.new_tokens, top_logprobs_num=2)
         info = server.get("/server_info")
-    print(f"{args.log_tag}: up in {server.startup_s:.0f} s", file=sys.stderr, flush=True)
-    return {"results": results, "info": info}
+        took = f"up in {server.startup_s:.0f} s, answered in {time.monotonic() - began:.0f} s"
+        print(f"{run.tag}: {took}", file=sys.stderr, flush=True)
+    ranks = [json.loads(path.read_text()) for path in sorted(counters.glob("rank-*.json"))]
+    return Answers(results, info, ranks)
 
 
-def tokens(result: dict[str, Any]) -> list[int]:
-    return list(result["output_ids"])
+def ask_all(
+    runs: Sequence[Run], model: Path, work: Workload, args: argparse.Namespace
+) -> dict[Run, Answers]:
+    """Answers of all `runs` that served, `--parallel` servers at a time; failures are printed."""
+    with ThreadPoolExecutor(args.parallel) as pool:
+        futures = {run: pool.submit(ask, run, model, work, args) for run in runs}
+        outcomes = {run: future.result() for run, future in futures.items()}
+    for run, outcome in outcomes.items():
+        if isinstance(outcome, str):
+            print(f"== {run.tag}: no answers: {outcome}", flush=True)
+    return {run: out for run, out in outcomes.items() if isinstance(out, Answers)}
 
 
-def logprobs(result: dict[str, Any]) -> list[float]:
-    return [entry[0] for entry in result["meta_info"]["output_token_logprobs"]]
+def judge(want: Answers, other: Answers, got: Answers, work: Workload) -> dict[str, Any]:
+    """Compare `got` with upstream's `want`; `other` is a second upstream backend."""
+    comparison = compare_results(want.results, got.results)
+    differences, problems = [], []
+    for difference in comparison.differences:
+        index = difference.prompt
+        second = compare_results(want.results[index : index + 1], other.results[index : index + 1])
+        entry = asdict(difference) | {
+            "prompt": work.names[index],
+            "upstream_spread": second.max_logprob_diff,
+            "our_spread": max_logprob_diff(
+                want.results[index], got.results[index], difference.position
+            ),
+        }
+        differences.append(entry)
+        if difference.top2_gap is None or difference.top2_gap >= second.max_logprob_diff:
+            problems.append(f"unexplained difference: {entry}")
+    return {
+        "num_prompts": comparison.num_prompts,
+        "num_equal": comparison.num_equal,
+        "max_logprob_diff": comparison.max_logprob_diff,
+        "upstream_max_logprob_diff": compare_results(want.results, other.results).max_logprob_diff,
+        "upstream_num_equal": compare_results(want.results, other.results).num_equal,
+        "differences": differences,
+        "problems": problems,
+    }
 
 
-def spread(a: dict[str, Any], b: dict[str, Any]) -> float:
-    """Largest logprob difference over the tokens that two results share from the start."""
-    largest = 0.0
-    for x, y, p, q in zip(tokens(a), tokens(b), logprobs(a), logprobs(b), strict=True):
-        largest = max(largest, abs(p - q))
-        if x != y:
-            break
-    return largest
+def check_server(run: Run, got: Answers, work: Workload, args: argparse.Namespace) -> list[str]:
+    """Problems with what only a DCP server has: hits in whole widened pages, owners' rows."""
+    problems = []
+    widened_page = PAGE_SIZES.get(run.backend, 1) * args.dcp_size
+    hits = [i for i, name in enumerate(work.names) if name.startswith("prefix-hit")]
+    expected = len(work.batches["prefix-warm"][0]) // widened_page * widened_page
+    found = cached_tokens([got.results[i] for i in hits])
+    if set(found) != {expected}:
+        problems.append(f"cached_tokens {found} on a shared prefix, expected {expected}")
+    sizes = [rank["kv_rows_allocated"] for rank in got.ranks]
+    if sizes != [args.pool_tokens // args.dcp_size] * args.tp:
+        problems.append(f"rows allocated {sizes} for {args.pool_tokens} logical tokens")
+    if any(rank["pool"] != "DcpMLATokenToKVPool" for rank in got.ranks):
+        problems.append("a rank's pool is not striped")
+    return problems
 
 
-def first_difference(a: dict[str, Any], b: dict[str, Any]) -> int | None:
-    pairs = zip(tokens(a), tokens(b), strict=True)
-    return next((i for i, (x, y) in enumerate(pairs) if x != y), None)
+def parse_run(text: str) -> Run:
+    backend, _, comm = text.partition(":")
+    return Run(backend, comm or "auto")
 
 
-def top2_gap(result: dict[str, Any], position: int) -> float:
-    """Upstream's logprob gap between its two best tokens at an output position."""
-    best, second = result["meta_info"]["output_top_logprobs"][position][:2]
-    return float(best[0] - second[0])
+def git_hash() -> str:
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
-def judge(upstream: dict[str, Any], other: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
-    """Compare all prompts; a difference is explained by a gap below upstream's own spread."""
-    report: dict[str, Any] = {"num_prompts": 0, "num_equal": 0, "differences": []}
-    for name, batch in upstream["results"].items():
-        rows = zip(batch, other["results"][name], ours["results"][name], strict=True)
-        for index, (want, second, got) in enumerate(rows):
-            report["num_prompts"] += 1
-            position = first_difference(want, got)
-            if position is None:
-                report["num_equal"] += 1
-                continue
-            own_spread, gap = spread(want, second), top2_gap(want, position)
-            report["differences"].append(
-                {
-                    "prompt": f"{name}[{index}]",
-                    "position": position,
-                    "upstream_top2_gap": gap,
-                    "upstream_spread": own_spread,
-                    "our_spread": spread(want, got),
-                    "explained": gap < own_spread,
-                }
-            )
-    pairs = [
-        (want, got)
-        for name, batch in upstream["results"].items()
-        for want, got in zip(batch, ours["results"][name], strict=True)
-    ]
-    report["max_logprob_diff"] = max(spread(want, got) for want, got in pairs)
-    report["upstream_max_spread"] = max(
-        spread(want, got)
-        for name, batch in upstream["results"].items()
-        for want, got in zip(batch, other["results"][name], strict=True)
-    )
-    return report
+def record(args: argparse.Namespace, reports: dict[str, Any]) -> dict[str, Any]:
+    """What a result file needs to be judged later."""
+    import torch
+    from sglang.version import __version__ as sglang_version
 
-
-def check_prefix_hits(ours: dict[str, Any], work: Workload) -> list[str]:
-    """A hit on a prefix that ends inside a widened page rounds down to whole pages."""
-    page = work.widened_page_tokens
-    want = len(work.batches["prefix-warm"][0]) // page * page
-    got = [r["meta_info"]["cached_tokens"] for r in ours["results"]["prefix-hit"]]
-    return [f"cached_tokens {got}, expected {want} each"] if set(got) != {want} else []
+    gpu = torch.cuda.get_device_name(0)
+    shared = " (all ranks on one GPU)" if args.share_gpu else ""
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "hardware": f"{1 if args.share_gpu else args.tp} x {gpu}{shared}",
+        "versions": {"sglang": sglang_version, "torch": torch.__version__},
+        "git_hash": args.git_hash or git_hash(),
+        "command": " ".join(["scripts/compare_upstream.py", *sys.argv[1:]]),
+        "reports": reports,
+    }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--dcp-size", type=int, default=2)
-    parser.add_argument("--backend", default="flashmla")
-    parser.add_argument("--other-backend", default="triton", help="second upstream backend")
-    parser.add_argument("--comm", nargs="+", default=["a2a"])
+    parser.add_argument(
+        "--runs",
+        nargs="+",
+        type=parse_run,
+        metavar="BACKEND:COMM",
+        default=[Run(b, c) for b, c in zip(("flashmla",) * 2, ("a2a", "ag_rs"), strict=True)]
+        + [Run("flashinfer", "a2a"), Run("triton", "a2a")],
+    )
     parser.add_argument("--new-tokens", type=int, default=24)
     parser.add_argument("--long-tokens", type=int, default=100000)
-    parser.add_argument("--pool-tokens", type=int, default=131072)
+    parser.add_argument("--pool-tokens", type=int, default=131072, help="logical capacity")
     parser.add_argument("--chunk", type=int, default=8192)
+    parser.add_argument("--parallel", type=int, default=1, help="servers at a time")
     parser.add_argument("--share-gpu", action="store_true", help="all ranks on GPU 0 (slow)")
     parser.add_argument("--start-timeout-s", type=float, default=300)
-    parser.add_argument("--log-dir", default=tempfile.gettempdir())
+    parser.add_argument("--log-dir", type=Path, default=Path(tempfile.mkdtemp()))
+    parser.add_argument("--git-hash", help="where the tree is not a git checkout")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
 
-    page = {"flashmla": 64}.get(args.backend, 1) * args.dcp_size
-    work = Workload(page, args.long_tokens, args.pool_tokens)
-    model = write_tiny_model(Path(args.log_dir) / "compare-model", GPU_MODEL)
-    runs = {}
-    for tag, backend in (("upstream", args.backend), ("upstream-other", args.other_backend)):
-        args.log_tag = f"{tag}-{backend}"
-        command = server_args(model, args, backend)
-        runs[tag] = run(command, "sglang.launch_server", work, args)
+    work = Workload(args.dcp_size, args.long_tokens, args.pool_tokens)
+    model = write_tiny_model(args.log_dir / "model", MODEL)
+    backends = sorted({run.backend for run in args.runs} | {"flashmla", "triton"})
+    answers = ask_all(args.runs, model, work, args)
+    upstream = ask_all([Run(b) for b in backends], model, work, args) if answers else {}
     reports = {}
-    failed = False
-    for comm in args.comm:
-        args.log_tag = f"dcp-{args.backend}-{comm}"
-        command = server_args(model, args, args.backend)
-        command += ["--dcp-size", str(args.dcp_size), "--dcp-comm-backend", comm]
-        ours = run(command, "sglang_dcp.launch_server", work, args)
-        report = judge(runs["upstream"], runs["upstream-other"], ours)
-        report["problems"] = check_prefix_hits(ours, work)
-        report["problems"] += [
-            f"unexplained difference: {d}" for d in report["differences"] if not d["explained"]
-        ]
-        reports[comm] = report
-        failed = failed or bool(report["problems"])
-        print(f"{args.backend} {comm}: {report['num_equal']}/{report['num_prompts']} prompts equal")
-        print(json.dumps(report, indent=1), flush=True)
+    for run, got in answers.items():
+        second = Run("triton" if run.backend != "triton" else "flashmla")
+        report = judge(upstream[Run(run.backend)], upstream[second], got, work)
+        report["problems"] += check_server(run, got, work, args)
+        reports[run.tag] = report
+        print(f"== {run.tag}: {report['num_equal']}/{report['num_prompts']} prompts equal")
+        print(json.dumps(report), flush=True)
     if args.json:
-        args.json.write_text(json.dumps({"args": vars(args) | {"json": None}, "reports": reports}))
-    return int(failed)
+        args.json.write_text(json.dumps(record(args, reports), indent=1))
+    failed = len(reports) < len(args.runs)
+    return int(failed or any(report["problems"] for report in reports.values()))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ def installed_sglang() -> str | None:
 def version_error() -> str | None:
     """None if the installed SGLang is supported, else a message in three parts."""
     found = installed_sglang()
-    if found in SUPPORTED_SGLANG:
+    # A fork that was built from a supported release carries a local version: 0.5.14+fork.
+    if found is not None and found.split("+")[0] in SUPPORTED_SGLANG:
         return None
     return (
         f"sglang-dcp was asked to patch SGLang {found or '(not installed)'}: its hooks are written "
@@ -26,3 +27,10 @@ def version_error() -> str | None:
         f"sglang=={SUPPORTED_SGLANG[-1]}, or serve without --dcp-size (newer releases have a "
         "native --dcp-size of their own: uninstall sglang-dcp to use it)."
     )
+
+
+def is_patched_tree() -> bool:
+    """True if the installed SGLang was built with patches/, so that it needs no plugin."""
+    from sglang.srt import server_args
+
+    return getattr(server_args, "SGLANG_DCP_PATCHED", False)

@@ -13,9 +13,13 @@ from sglang_dcp.layout import dcp_groups
 
 
 def require_plugin() -> None:
-    """Exit with a message unless SGLang is the supported release and will load the plugin."""
+    """Exit with a message unless SGLang is the supported release and will have our hooks.
+
+    Either it loads the plugin, or it was built with patches/.
+    """
     problem = compat.version_error()
-    if problem is None and envs.plugin_excluded(compat.PLUGIN_NAME):
+    excluded = problem is None and envs.plugin_excluded(compat.PLUGIN_NAME)
+    if excluded and not compat.is_patched_tree():
         problem = (
             f"sglang_dcp.launch_server was started with SGLANG_PLUGINS="
             f"{os.environ[envs.SGLANG_PLUGINS]!r}, which excludes the plugin "

@@ -4,9 +4,11 @@ Functions and methods go through SGLang's HookRegistry; list and dict entries, m
 attributes and dataclass fields, which the registry cannot reach, are set here and nowhere else.
 The registry only logs a hook that it could not apply, and silently drops a second registration
 on a target that it has patched before; so a patch counts as applied only when our hook is found
-in the object that SGLang will call.
+in the object that SGLang will call. A tree that was built with patches/ does part of this in its
+source; such a patch counts as applied and is only switched on.
 """
 
+import dataclasses
 import importlib
 import inspect
 import pkgutil
@@ -65,6 +67,10 @@ class Patch:
 
 
 REGISTRY_KINDS = ("before", "after", "around")
+#: Attribute of a function that a source patch has marked: the name of its entry in the table.
+SEAM_MARK = "__dcp_seam__"
+#: What @dataclass writes from the declared fields; real fields make patches of these needless.
+_GENERATED = ("__init__", "__eq__", "__repr__")
 _MISSING = object()
 _applied: dict[str, Patch] = {}
 
@@ -117,8 +123,29 @@ def mismatch(patch: Patch) -> str | None:
     return None
 
 
+def in_source(patch: Patch) -> bool:
+    """True if SGLang's own source does what `patch` would: a tree built with patches/."""
+    if patch.kind not in (*REGISTRY_KINDS, "field"):
+        return False
+    owner, name = _owner_and_name(patch.path)
+    if patch.kind == "field":
+        *_, generated = _wrapper_chain(owner.__init__)
+        return name in inspect.signature(generated).parameters
+    if name in _GENERATED and dataclasses.is_dataclass(owner):
+        return compat.is_patched_tree()
+    links = _wrapper_chain(_resolve(patch.path))
+    return any(getattr(link, SEAM_MARK, None) == patch.name for link in links)
+
+
+def is_registered(patch: Patch) -> bool:
+    """True once this process has registered `patch`, which switches its mark in the source on."""
+    return patch.name in _applied
+
+
 def is_applied(patch: Patch) -> bool:
     """True if the object that SGLang uses now is, or contains, our hook."""
+    if in_source(patch):
+        return True
     found = _resolve(patch.path)
     if patch.kind in REGISTRY_KINDS:
         return _contains_hook(found, patch.load_hook())
@@ -151,6 +178,8 @@ def check(patches: Sequence[Patch]) -> None:
         problem = mismatch(patch)
         if problem:
             problems.append(f"{patch.target}: {problem}")
+        elif in_source(patch):
+            continue  # hooks of other plugins lie around ours
         elif patch.kind in REGISTRY_KINDS and patch.target in HookRegistry._patched:
             # The registry would drop our hook and say nothing.
             problems.append(f"{patch.target}: another plugin has patched it before us")
@@ -168,6 +197,9 @@ def register(patches: Sequence[Patch]) -> None:
 
     hooks: list[Any] = [patch.load_hook() if patch.hook else None for patch in patches]
     for patch, hook in zip(patches, hooks, strict=True):
+        _applied[patch.name] = patch
+        if in_source(patch):
+            continue
         if patch.kind in REGISTRY_KINDS:
             HookRegistry.register(patch.target, hook, HookType(patch.kind))
         elif patch.kind == "append":
@@ -181,7 +213,6 @@ def register(patches: Sequence[Patch]) -> None:
         else:
             owner, name = _owner_and_name(patch.path)
             setattr(owner, name, hook)
-        _applied[patch.name] = patch
 
 
 def verify(patches: Sequence[Patch]) -> None:
@@ -211,4 +242,5 @@ def status(patch: Patch) -> str:
     problem = mismatch(patch)
     if problem:
         return problem
-    return "applied" if patch.name in _applied and is_applied(patch) else "ok"
+    active = in_source(patch) or (is_registered(patch) and is_applied(patch))
+    return "applied" if active else "ok"

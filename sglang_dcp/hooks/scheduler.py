@@ -7,6 +7,7 @@ import torch
 
 from sglang_dcp import counters, state
 from sglang_dcp.hooks import registry, table
+from sglang_dcp.hooks.startup_log import startup_lines
 
 logger = logging.getLogger(__name__)
 
@@ -29,11 +30,6 @@ def activate(server_args: Any) -> None:
         from sglang_dcp.hooks.forward_mha import force_expanded_prefill
 
         force_expanded_prefill()
-        logger.info(
-            f"DCP is on: dcp_size={server_args.dcp_size}, {len(patches)} patches applied and "
-            f"verified, page_size {server_args.page_size} = {server_args.dcp_size} x "
-            f"{server_args.page_size // server_args.dcp_size}."
-        )
 
 
 def before_configure_scheduler_process(server_args: Any, *args: Any, **kwargs: Any) -> None:
@@ -45,6 +41,8 @@ def after_get_init_info(result: dict[str, Any], self: Any) -> dict[str, Any]:
     """AFTER Scheduler.get_init_info: tell the launcher that this scheduler really is striped."""
     dcp = state.get_state()
     pool = self.token_to_kv_pool_allocator.get_kvcache()
+    if torch.distributed.get_rank() == 0:
+        logger.info("\n".join(startup_lines(self, pool)))
     return {
         **result,
         "dcp_size": dcp.dcp_size,

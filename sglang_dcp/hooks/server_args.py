@@ -110,6 +110,18 @@ def around_init(original: Callable[..., None], self: Any, *args: Any, **kwargs: 
     original(self, *args, **kwargs)
 
 
+def before_post_init(self: Any) -> None:
+    """First statement of __post_init__ where the source declares the fields (patches/).
+
+    There the generated __init__ has just stored them, and `around_init` has nothing to do.
+    """
+    check_dcp_size(self.dcp_size)
+    if self.dcp_size > 1:
+        verify_phase_one()
+    _undo_derived(self.__dict__, self.dcp_derived)
+    self.dcp_derived = None
+
+
 def around_eq(original: Callable[..., Any], self: Any, other: Any) -> Any:
     """AROUND ServerArgs.__eq__: two argument sets that differ only in DCP fields are not equal."""
     equal = original(self, other)

@@ -26,7 +26,7 @@ def startup_block(
     kv_bytes_per_rank: int,
     communicator: str,
     attention_backend: str,
-    tpot_floor_ms: float,
+    tpot_floor_ms: float | None,
     floor_batch: int,
     floor_context_tokens: int,
 ) -> list[str]:
@@ -38,20 +38,21 @@ def startup_block(
         rows_per_rank: physical rows of each rank's pool, without padding rows.
         kv_bytes_per_rank: bytes of that pool over all layers.
         communicator, attention_backend: the chosen ones, not "auto".
-        tpot_floor_ms: `DcpOption.tpot_floor_ms` at the batch and context of the next two.
+        tpot_floor_ms: `DcpOption.tpot_floor_ms` at the batch and context of the next two, or None
+            where the planner does not know the device.
         floor_batch, floor_context_tokens: what the floor was computed for.
     """
+    at = f"at {floor_batch:,} x {format_count(floor_context_tokens)} tokens"
+    floor = "not predicted on this device"
+    if tpot_floor_ms is not None:
+        floor = f"{format_ms(tpot_floor_ms)} {at} (KV read and exchange only)"
     rows = (
         ("logical capacity", f"{logical_capacity_tokens:,} tokens"),
         ("rows per rank", f"{rows_per_rank:,} (one latent row per token and layer)"),
         ("KV bytes per rank", f"{format_bytes(kv_bytes_per_rank)} ({kv_bytes_per_rank:,} bytes)"),
         ("communicator", communicator),
         ("attention backend", attention_backend),
-        (
-            "predicted TPOT floor",
-            f"{format_ms(tpot_floor_ms)} at {floor_batch:,} x "
-            f"{format_count(floor_context_tokens)} tokens (KV read and exchange only)",
-        ),
+        ("predicted TPOT floor", floor),
     )
     width = max(len(label) for label, _ in rows)
     head = f"DCP is active: the KV cache is striped over {dcp_size} ranks"

@@ -1,5 +1,6 @@
 """Start, ask and stop a real SGLang HTTP server as a process group of its own."""
 
+import contextlib
 import json
 import os
 import signal
@@ -82,7 +83,7 @@ class Server:
         while time.monotonic() - began < self._start_timeout_s:
             if self.process.poll() is not None:
                 code = self.process.returncode
-                self.stop()  # ranks can outlive a launcher that was killed
+                self.stop()
                 raise ServerError(f"server ended with {code}:\n{self.log_tail()}")
             try:
                 self.get("/health", timeout_s=5)
@@ -95,27 +96,17 @@ class Server:
         raise ServerError(f"server not up after {self._start_timeout_s:.0f} s:\n{self.log_tail()}")
 
     def stop(self) -> None:
-        """Kill the process group and wait for it."""
+        """Kill the process group and wait for the launcher.
+
+        At once, not politely: SGLang's own shutdown sleeps for crash diagnostics, and its ranks
+        can outlive a launcher that died.
+        """
         if self.process is None:
             return
-        for sig in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(self.process.pid, sig)
-            except ProcessLookupError:
-                break
-            try:
-                self.process.wait(timeout=5)
-            except subprocess.TimeoutExpired:
-                continue
-        self._kill_stragglers()
-        self.process = None
-
-    def _kill_stragglers(self) -> None:
-        assert self.process is not None
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return
+        self.process.wait(timeout=30)
+        self.process = None
 
     def log_tail(self, num_chars: int = 6000) -> str:
         """The end of the log."""
