@@ -1,6 +1,8 @@
 """The supported SGLang release, stated once, and the check against the installed one."""
 
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
 
 #: Releases whose inside the hook table describes. pyproject.toml pins the same (tested).
 SUPPORTED_SGLANG = ("0.5.14",)
@@ -30,7 +32,12 @@ def version_error() -> str | None:
 
 
 def is_patched_tree() -> bool:
-    """True if the installed SGLang was built with patches/, so that it needs no plugin."""
-    from sglang.srt import server_args
+    """True if the installed SGLang was built with patches/, so that it needs no plugin.
 
-    return getattr(server_args, "SGLANG_DCP_PATCHED", False)
+    Read from the source: importing SGLang to refuse it would take seconds and print its warnings.
+    """
+    spec = find_spec("sglang")
+    if spec is None or not spec.submodule_search_locations:
+        return False
+    source = Path(spec.submodule_search_locations[0], "srt", "server_args.py")
+    return "\nSGLANG_DCP_PATCHED = True\n" in source.read_text()

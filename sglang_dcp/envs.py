@@ -6,6 +6,8 @@ import os
 COUNTERS_DIR = "SGLANG_DCP_COUNTERS_DIR"
 #: Set by the launchers: the whitelist of general plugins (SGLang's own variable).
 SGLANG_PLUGINS = "SGLANG_PLUGINS"
+#: Triton's own: "1" runs its kernels in Python, on CPU tensors.
+TRITON_INTERPRET = "TRITON_INTERPRET"
 
 
 def counters_dir() -> str | None:
@@ -17,6 +19,11 @@ def plugin_excluded(entry_point: str) -> bool:
     """True if SGLang's plugin whitelist is set and does not name `entry_point`."""
     allowed = os.environ.get(SGLANG_PLUGINS, "")
     return bool(allowed) and entry_point not in {name.strip() for name in allowed.split(",")}
+
+
+def triton_interpreted() -> bool:
+    """True if Triton kernels run under its interpreter in this process."""
+    return os.environ.get(TRITON_INTERPRET) == "1"
 
 
 #: What SGLang 0.5.14 needs in order to run without a GPU, beyond `--device cpu`.

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from serving import Farm
 
 # Without a GPU the kernels of this very process run under Triton's interpreter. Processes that
 # tests start must not inherit this by accident: they get their environment from support.clean_env.
@@ -27,6 +28,12 @@ def fresh_seed(request: pytest.FixtureRequest) -> int:
     request.node.user_properties.append(("seed", seed))
     print(f"SEED={seed}")
     return seed
+
+
+@pytest.fixture(scope="session")
+def farm(tmp_path_factory: pytest.TempPathFactory) -> Farm:
+    """Servers of this session: each configuration is served once, whichever test asks."""
+    return Farm(tmp_path_factory.mktemp("servers"))
 
 
 @pytest.fixture(scope="session")

@@ -79,9 +79,10 @@ def test_logprob_difference_without_a_token_difference(results, change):
     assert found.max_logprob_diff == pytest.approx(0.5)
 
 
-def test_nan_never_passes(results):
+@pytest.mark.parametrize("nan", [math.nan, None])
+def test_nan_never_passes(results, nan):
     got = deepcopy(results)
-    got[0]["meta_info"]["output_token_logprobs"][0][0] = math.nan
+    got[0]["meta_info"]["output_token_logprobs"][0][0] = nan
     assert compare_results(results, got).max_logprob_diff == math.inf
 
 

@@ -2,6 +2,7 @@
 
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -193,3 +194,55 @@ def test_merge_state_v2(dtype, preallocated):
     ratio = math.log(2)
     skewed, _ = cpu.merge_state_v2(v_a, s_a * ratio, v_b, s_b * ratio)
     assert (skewed[[0, 4, 5]].double() - want_v[[0, 4, 5]].double()).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("offset_src", [False, True])
+def test_memcpy_rows(kernel_device, offset_src):
+    from sglang.srt.layers.dp_attention import memcpy_triton
+
+    rows = torch.randn(5, 3)
+    big, small = (9, 5) if not offset_src else (5, 9)
+    source = rows if not offset_src else torch.randn(small, 3)
+    offset, size = torch.tensor(4), torch.tensor(4)
+    results = []
+    for copy, where in ((memcpy_triton, kernel_device), (cpu.memcpy_rows, torch.device("cpu"))):
+        target = torch.full((big, 3), float(POISON), device=where)
+        copy(target, source.to(where), 0, offset.to(where), size.to(where), offset_src)
+        results.append(target.cpu())
+    assert torch.equal(*results)
+    want = source[4:8] if offset_src else source[:4]
+    assert torch.equal(results[1][:4] if offset_src else results[1][4:8], want)
+    assert (results[1] == POISON).sum() == (big - 4) * 3
+
+
+def test_tensor_unpinned():
+    assert cpu.tensor_unpinned([1, 2], pin_memory=True, dtype=torch.int32).tolist() == [1, 2]
+    assert cpu.tensor_unpinned(3.5).dtype == torch.float32
+
+
+def test_experts_of_other_ranks_add_nothing(monkeypatch):
+    from sglang.srt.layers.moe import fused_moe_native
+    from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+    def silu_and_mul(x):  # upstream's class wants the arguments of a server
+        gate, up = x.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+
+    monkeypatch.setattr(fused_moe_native, "SiluAndMul", lambda: silu_and_mul)
+    weights = {"w13_weight": torch.randn(2, 8, 6), "w2_weight": torch.randn(2, 6, 4)}
+    layer = SimpleNamespace(num_experts=4, **weights)
+    x, router = torch.randn(3, 6), torch.rand(3, 2)
+    config = MoeRunnerConfig(activation="silu", apply_router_weight_on_input=False)
+
+    def local_only(ids, router):
+        top = StandardTopKOutput(router, torch.tensor(ids), torch.empty(0))
+        forward = fused_moe_native.moe_forward_native
+        return cpu.around_moe_forward_native(forward, layer, x, top, config)
+
+    got = local_only([[0, -1], [-1, 1], [-1, -1]], router)
+    kept = router * torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
+    assert_close(got, local_only([[0, 1], [0, 1], [0, 1]], kept).double())
+    assert got[2].eq(0).all()
+    assert got[:2].abs().min() > 0
+    assert local_only([[-1, -1]] * 3, router).eq(0).all()

@@ -108,17 +108,24 @@ def test_the_checked_target_can_be_spawned():
     assert again.args == (run_scheduler,)
 
 
-def test_ready_message_carries_the_layout(plugin):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ready_message_carries_the_layout(plugin, monkeypatch, caplog, rank):
+    """Every rank tells its launcher; the block in the log comes once a server."""
     from sglang_dcp import state
-    from sglang_dcp.hooks.scheduler import after_get_init_info
+    from sglang_dcp.hooks import scheduler
 
-    pool = SimpleNamespace(size=128, page_size=16)
-    allocator = SimpleNamespace(get_kvcache=lambda: pool)
+    caplog.set_level("INFO", logger=scheduler.__name__)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: rank)
+    pool = SimpleNamespace(size=128, page_size=16, get_kv_size_bytes=lambda: 4096)
+    fake = SimpleNamespace(
+        token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
+        max_total_num_tokens=512,
+        model_config=SimpleNamespace(context_len=4096),
+        server_args=SimpleNamespace(device="cpu", attention_backend="torch_mla"),
+    )
     with as_rank(1, 4):
         state.get_state().comm.name = "a2a"
-        info = after_get_init_info(
-            dict(READY), SimpleNamespace(token_to_kv_pool_allocator=allocator)
-        )
+        info = scheduler.after_get_init_info(dict(READY), fake)
     assert info == {
         **READY,
         "dcp_size": 4,
@@ -126,6 +133,9 @@ def test_ready_message_carries_the_layout(plugin):
         "dcp_kv_rows_per_rank": 128,
         "dcp_physical_page_size": 16,
     }
+    logged = [r.getMessage() for r in caplog.records if r.name == scheduler.__name__]
+    assert len(logged) == (rank == 0)
+    assert all("512" in text and "128" in text and "a2a" in text for text in logged)
 
 
 # ---------------------------------------------------------------- the launcher
@@ -168,7 +178,7 @@ def test_other_version_is_refused(monkeypatch, found):
 
 
 def test_refusal_ends_the_process():
-    """As a user meets it: exit code 1, one message on stderr, nothing started."""
+    """As a user meets it: exit code 1, the message last on stderr, nothing started."""
     result = subprocess.run(
         [sys.executable, "-m", "sglang_dcp.launch_server", "--model-path", "m", "--dcp-size", "2"],
         env={**clean_env(), "PYTHONPATH": str(ROOT), "SGLANG_PLUGINS": "other"},
@@ -178,7 +188,8 @@ def test_refusal_ends_the_process():
         check=False,
     )
     assert result.returncode == 1
-    assert result.stderr.startswith("error: sglang_dcp.launch_server was started with")
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("error: sglang_dcp.launch_server was started with")
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
 
@@ -276,7 +287,7 @@ def test_server_with_unstriped_schedulers_ends(tiny_model, tmp_path):
         env={**clean_env(), "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert result.returncode != 0

@@ -54,7 +54,9 @@ def decode_over_stripes(
     """
     comm = state.get_state().comm
     q = comm.gather_q(q_nope, q_pe)
+    counters.count("gather_q")
     o, lse = backend.attend_stripe(q, layer)
+    counters.count("attend_stripe")
     merged = comm.exchange_merge(o, lse, backend.lse_base, backend.local_lens)
-    counters.count("decode_over_stripes")
+    counters.count("exchange_merge")
     return merged.flatten(1)

@@ -195,9 +195,15 @@ class DcpTorchMLABackend(StripeMixin, TorchMLABackend):
         return owned // dcp.dcp_size
 
     def attend_stripe(self, q: torch.Tensor, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """q [B, H, 576] -> o [B, H, 512], lse [B, H], base e (-inf for an empty row)."""
+        """q [B, H, 576] -> o [B, H, 512], lse [B, H], base e.
+
+        An empty stripe comes back as NaN and +inf, the worst that a GPU kernel returns for it
+        (FlashMLA's LSE), so that ranks without a GPU prove that it is dropped by a select.
+        """
         o, lse = self._attend_pool(q, [1] * len(self.kv_rows), layer, causal=False)
-        counters.count("attend_stripe")
+        empty = torch.tensor([rows.shape[0] == 0 for rows in self.kv_rows])
+        o[empty], lse[empty] = float("nan"), float("inf")
+        counters.count("empty_stripe", int(empty.sum()))
         return o.to(q.dtype), lse
 
 

@@ -114,6 +114,44 @@ def _create_flashinfer_kv_indices(
     _chunk_indices(req_to_token, req_pool_indices, kv_start_idx, lens, kv_indptr, kv_indices)
 
 
+def memcpy_rows(
+    dst: torch.Tensor,
+    src: torch.Tensor,
+    dim: int,
+    offset: torch.Tensor,
+    sz: torch.Tensor,
+    offset_src: bool,
+) -> None:
+    """Twin of dp_attention.memcpy_triton: `sz` rows, at `offset` of src or of dst, from 0 else."""
+    start, end = int(offset), int(offset) + int(sz)
+    if offset_src:
+        dst[: end - start] = src[start:end]
+    else:
+        dst[start:end] = src[: end - start]
+
+
+def reg_all_gather_into_tensor(output: torch.Tensor, input: torch.Tensor, group_name: str) -> None:
+    """The group's own method; upstream reaches it through an operator that only CUDA has."""
+    from sglang.srt.distributed import parallel_state
+
+    parallel_state._groups[group_name]()._all_gather_into_tensor(output, input)
+
+
+def reg_reduce_scatter_tensor(output: torch.Tensor, input: torch.Tensor, group_name: str) -> None:
+    """As above."""
+    from sglang.srt.distributed import parallel_state
+
+    parallel_state._groups[group_name]()._reduce_scatter_tensor(output, input)
+
+
+_torch_tensor = torch.tensor
+
+
+def tensor_unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+    """torch.tensor that never pins: there is no driver to pin memory for."""
+    return _torch_tensor(*args, **kwargs)
+
+
 alloc_extend_kernel = TorchKernel(_alloc_extend)
 alloc_decode_kernel = TorchKernel(_alloc_decode)
 create_chunked_prefix_cache_kv_indices = TorchKernel(_create_chunked_prefix_cache_kv_indices)
@@ -147,6 +185,25 @@ def merge_state_v2(
     v_merged.copy_(parts[0] + parts[1])
     s_merged.copy_(total)
     return v_merged, s_merged
+
+
+def around_moe_forward_native(
+    original: Callable[..., torch.Tensor], layer: Any, x: torch.Tensor, topk: Any, config: Any
+) -> torch.Tensor:
+    """AROUND moe_forward_native: with expert parallelism, other ranks' experts carry id -1.
+
+    Each (token, own expert) pair becomes a row of its own, and rows are added up by token.
+    """
+    own = topk.topk_ids >= 0
+    if bool(own.all()):
+        return original(layer, x, topk, config)
+    result, (tokens, _) = torch.zeros_like(x), own.nonzero(as_tuple=True)
+    if tokens.numel() == 0:
+        return result
+    rows = topk._replace(
+        topk_ids=topk.topk_ids[own][:, None], topk_weights=topk.topk_weights[own][:, None]
+    )
+    return result.index_add_(0, tokens, original(layer, x[tokens], rows, config))
 
 
 def around_support_triton(original: Callable[[str], bool], backend: str) -> bool:

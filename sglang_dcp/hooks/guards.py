@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sglang.srt.configs.model_config import is_deepseek_dsa
 from sglang.srt.environ import envs
 from sglang.srt.platforms import current_platform
 
@@ -209,6 +208,9 @@ def check_topology(args: Any) -> None:
 
 def check_model(args: Any) -> None:
     """Raise ValueError unless the model is an MLA model that a test serves."""
+    # Imported late: a patched server_args.py imports this module while model_config is loading.
+    from sglang.srt.configs.model_config import is_deepseek_dsa
+
     config = args.get_model_config()
     architectures = config.hf_config.architectures or []
     supported = bool(set(architectures) & set(SUPPORTED_ARCHITECTURES))

@@ -216,9 +216,3 @@ def after_post_init(result: None, self: Any) -> None:
             f"DCP: chunked_prefill_size {asked} -> {self.chunked_prefill_size}, a multiple of the "
             f"widened page ({page_size} tokens)."
         )
-
-
-def physical_page_size(args: Any) -> int:
-    """Rows of one page on one rank, P: the widened page size over dcp_size."""
-    assert args.page_size % args.dcp_size == 0, (args.page_size, args.dcp_size)
-    return args.page_size // args.dcp_size

@@ -1,4 +1,4 @@
-"""The one list of what sglang-dcp changes in SGLang 0.5.14.
+"""The one list of what sglang-dcp changes in SGLang 0.5.14 (its part for CPU: table_cpu.py).
 
 ARGUMENTS apply in every process with the plugin (phase 1) and change argument handling only;
 LAUNCH proves that the schedulers are what was asked for. The rest applies in scheduler processes
@@ -11,6 +11,7 @@ from typing import Any
 
 from sglang_dcp import envs
 from sglang_dcp.hooks.registry import Patch
+from sglang_dcp.hooks.table_cpu import CPU, CPU_KERNELS
 
 _SRT = "sglang.srt."
 _ARGS = _SRT + "server_args.ServerArgs."
@@ -19,11 +20,8 @@ _HOOKS = "sglang_dcp.hooks."
 _ATTENTION = "sglang_dcp.attention."
 _BACKENDS = _SRT + "layers.attention.attention_registry.ATTENTION_BACKENDS"
 _MHA = _SRT + "models.deepseek_common.attention_forward_methods.forward_mha."
-_RUNNER = _SRT + "model_executor.model_runner."
-_DISPATCH = _SRT + "models.deepseek_common.attention_backend_handler."
-_MHA_MIXIN = _SRT + "model_executor.forward_batch_deepseek_mha_mixin."
-_NATIVE = "SGLang's own DCP covers this release's MLA backends on Hopper"
 _CPU_GONE = "SGLang serves MLA models on CPU without AMX"
+_NATIVE = "SGLang's own DCP covers this release's MLA backends on Hopper"
 
 ARGUMENTS: tuple[Patch, ...] = (
     *(
@@ -285,81 +283,6 @@ def _backend(name: str) -> tuple[Patch, ...]:
     return (item, apart)
 
 
-def _cpu_kernel(name: str, module: str, why: str) -> Patch:
-    return Patch(
-        name=f"cpu-{name}",
-        target=f"{module}{name}",
-        kind="attr",
-        params=None,
-        hook=f"{_HOOKS}cpu:{name}",
-        why=why,
-        remove_when=_CPU_GONE,
-        test=f"tests/test_cpu_kernels.py::test_{name}",
-        missing_upstream=name == "merge_state_v2",
-    )
-
-
-_NO_DRIVER = "a Triton kernel cannot be launched without a GPU"
-CPU: tuple[Patch, ...] = (
-    Patch(
-        name="cpu-backend",
-        target=f"{_BACKENDS}[torch_mla]",
-        kind="item",
-        params=None,
-        hook=_ATTENTION + "torch_mla:create_backend",
-        why="no upstream backend attends to MLA caches on CPU at tp > 1 and returns an LSE",
-        remove_when=_CPU_GONE,
-        test="tests/test_serve.py",
-        missing_upstream=True,
-    ),
-    Patch(
-        name="cpu-apart",
-        target=f"{_APART}[torch_mla]",
-        kind="append",
-        params=None,
-        hook="",
-        why="torch_mla takes q_nope and q_pe apart, as the GPU backends do",
-        remove_when=_CPU_GONE,
-        test="tests/test_serve.py",
-    ),
-    Patch(
-        name="cpu-chunked",
-        target=_RUNNER + "CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS[torch_mla]",
-        kind="append",
-        params=None,
-        hook="",
-        why="upstream turns the chunked prefix path off for backends it does not know",
-        remove_when=_CPU_GONE,
-        test="tests/test_serve.py",
-    ),
-    Patch(
-        name="cpu-dispatch",
-        target=_DISPATCH + "AttentionBackendRegistry._handlers[torch_mla]",
-        kind="item",
-        params=None,
-        hook=_HOOKS + "cpu:handle_attention_torch_mla",
-        why="unknown names are dispatched as triton, which attends absorbed to every prefix",
-        remove_when=_CPU_GONE,
-        test="tests/test_serve.py",
-        missing_upstream=True,
-    ),
-    Patch(
-        name="cpu-support-triton",
-        target=_SRT + "utils.common.support_triton",
-        kind="around",
-        params=("backend",),
-        hook=_HOOKS + "cpu:around_support_triton",
-        why=_NO_DRIVER,
-        remove_when=_CPU_GONE,
-        test="tests/test_serve.py",
-    ),
-    _cpu_kernel("alloc_extend_kernel", _SRT + "mem_cache.allocator.paged.", _NO_DRIVER),
-    _cpu_kernel("alloc_decode_kernel", _SRT + "mem_cache.allocator.paged.", _NO_DRIVER),
-    _cpu_kernel("create_chunked_prefix_cache_kv_indices", _MHA_MIXIN, _NO_DRIVER),
-    _cpu_kernel("create_flashinfer_kv_indices_triton", _MHA_MIXIN, _NO_DRIVER),
-    _cpu_kernel("merge_state_v2", _MHA, "upstream imports it on CUDA only"),
-)
-
 OBSERVE: tuple[Patch, ...] = (
     Patch(
         name="counters",
@@ -406,6 +329,8 @@ def phase_two(server_args: Any) -> list[Patch]:
     patches: list[Patch] = []
     if server_args.device == "cpu":
         patches += CPU
+        if not envs.triton_interpreted():
+            patches += CPU_KERNELS
     if server_args.dcp_size > 1:
         patches += DCP
         if server_args.device == "cuda":
@@ -426,7 +351,7 @@ def everything() -> dict[str, tuple[Patch, ...]]:
         "scheduler": SCHEDULER,
         "dcp": DCP,
         "backends": backends,
-        "cpu": CPU,
+        "cpu": CPU + CPU_KERNELS,
         "observe": OBSERVE,
         "metrics": METRICS,
     }

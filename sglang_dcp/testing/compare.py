@@ -96,8 +96,9 @@ def token_ids(result: Result) -> list[int]:
 
 
 def logprobs(result: Result) -> list[float]:
-    """Natural logprob of every output token of one result."""
-    return [float(entry[0]) for entry in result["meta_info"]["output_token_logprobs"]]
+    """Natural logprob of every output token of one result; JSON has null for a NaN."""
+    entries = result["meta_info"]["output_token_logprobs"]
+    return [math.nan if entry[0] is None else float(entry[0]) for entry in entries]
 
 
 def cached_tokens(results: Sequence[Result]) -> list[int]:
@@ -138,4 +139,4 @@ def top2_gap(result: Result, position: int) -> float | None:
     if position >= len(top) or not top[position] or len(top[position]) < 2:
         return None
     best, second = top[position][:2]
-    return float(best[0]) - float(second[0])
+    return None if None in (best[0], second[0]) else float(best[0]) - float(second[0])

@@ -53,7 +53,13 @@ class Server:
         self.log_path = log_path
         self.command = [sys.executable, "-m", module, *args]
         self.command += ["--host", "127.0.0.1", "--port", str(self.port)]
-        self._env = {**os.environ, **{k: v for k, v in (env or {}).items() if v is not None}}
+        # /health would generate a token, and so write KV rows that no one asked for
+        quiet = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
+        self._env = {
+            **os.environ,
+            **quiet,
+            **{k: v for k, v in (env or {}).items() if v is not None},
+        }
         for name, value in (env or {}).items():
             if value is None:
                 self._env.pop(name, None)
