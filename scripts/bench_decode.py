@@ -1,35 +1,44 @@
 #!/usr/bin/env python3
 """Decode time per step of DCP against upstream TP, on one machine, through the real server.
 
-    scripts/bench_decode.py --model models/k3ish --tp 2 --dcp-size 2 --json FILE
+    scripts/bench_decode.py --model k3ish --tp 2 --dcp-size 2 --json FILE --plot FILE.png
+    scripts/bench_decode.py --url http://127.0.0.1:30000 --shapes 1x4096 8x131072
 
 Each server gets the same random prompts of each shape (batch x context tokens); prefill is cached
-by a first request, then 160 tokens are decoded and the step time is read from the scheduler's own
-"gen throughput" log lines. Weights are dummies: only shapes matter for time.
+by a first request, then 160 tokens are decoded. Step times of a self-started server come from its
+scheduler's "gen throughput" log lines, weights are dummies: only shapes matter for time. Those of a
+running server (--url) are taken from its stream, as a client sees them.
 """
 
 import argparse
 import json
 import random
 import re
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from sglang_dcp.testing.server import Server, ServerError
+from sglang_dcp.planner import GpuSpec, ModelShape, load_gpu, load_model
+from sglang_dcp.planner.gpus import find_gpu
+from sglang_dcp.planner.plot import import_pyplot
+from sglang_dcp.planner.units import format_count
+from sglang_dcp.testing import bench
+from sglang_dcp.testing.bench import Shape
+from sglang_dcp.testing.client import Client, ServerError
+from sglang_dcp.testing.plots import plot_decode
+from sglang_dcp.testing.server import Server
 
-ROOT = Path(__file__).resolve().parent.parent
 NUM_DECODED_TOKENS = 160
 LOG_INTERVAL_STEPS = 16
-STEP_LINE = re.compile(r"#running-req: (\d+).*?gen throughput \(token/s\): ([\d.]+)")
 CAPACITY_LINE = re.compile(r"max_total_num_tokens=(\d+)")
 #: Shapes of the models that can be named instead of a folder, with K3's latent geometry.
 MODELS: dict[str, dict[str, Any]] = {
@@ -48,20 +57,10 @@ class Config:
 
     @property
     def label(self) -> str:
+        """Name in tables, figures and log files."""
         if self.dcp_size == 1:
             return f"upstream {self.backend}"
         return f"dcp{self.dcp_size} {self.backend} {self.comm}"
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A decode batch: `batch` requests of `context_tokens` tokens each."""
-
-    batch: int
-    context_tokens: int
-
-    def __str__(self) -> str:
-        return f"{self.batch}x{self.context_tokens}"
 
 
 def write_model(name: str, folder: Path) -> Path:
@@ -107,6 +106,7 @@ def write_model(name: str, folder: Path) -> Path:
 
 
 def command_of(config: Config, model: Path, args: argparse.Namespace) -> tuple[str, list[str]]:
+    """Module and arguments of the server of `config`."""
     command = [
         *("--model-path", str(model), "--load-format", "dummy", "--skip-tokenizer-init"),
         *("--tp", str(args.tp), "--attention-backend", config.backend),
@@ -121,127 +121,247 @@ def command_of(config: Config, model: Path, args: argparse.Namespace) -> tuple[s
     return "sglang_dcp.launch_server", command + dcp
 
 
-def measure(server: Server, shape: Shape, seed: int) -> dict[str, Any]:
-    """Step times of one shape; ids are decoded greedily from a cached prefix."""
-    rng = random.Random(seed)
-    prompts = [
-        [rng.randrange(2, 4000) for _ in range(shape.context_tokens)] for _ in range(shape.batch)
-    ]
-    began = time.monotonic()
-    server.generate(prompts, 1, return_logprob=False)
-    prefill_s = time.monotonic() - began
+class Board:
+    """Progress on stderr: one unit for each server start and each shape."""
+
+    def __init__(self, num_units: int) -> None:
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+        self.progress = Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True))
+        self.task = self.progress.add_task("", total=num_units)
+
+    def doing(self, what: str) -> None:
+        """Show what is running now."""
+        self.progress.update(self.task, description=what)
+
+    def done(self, line: str) -> None:
+        """One unit is through; `line` stays above the bar."""
+        self.progress.console.print(line, highlight=False)
+        self.progress.advance(self.task)
+
+
+def read_log(server: Server, prompts: list[list[int]]) -> list[float]:
+    """Step times of one decode of `prompts`, from the log of a server of ours."""
     mark = server.log_path.stat().st_size
-    results = server.generate(prompts, NUM_DECODED_TOKENS, return_logprob=False)
+    server.generate(prompts, NUM_DECODED_TOKENS, return_logprob=False)
     time.sleep(0.5)  # the scheduler's last line
     log = server.log_path.read_bytes()[mark:].decode(errors="replace")
-    steps_ms = [
-        shape.batch / float(rate) * 1e3
-        for running, rate in STEP_LINE.findall(log)
-        if int(running) == shape.batch
-    ][1:]  # the first interval holds the prefill
+    return bench.log_steps_ms(log, len(prompts))
+
+
+def read_stream(client: Client, prompts: list[list[int]]) -> list[float]:
+    """Step times of one decode of `prompts`, from the arrival of its tokens."""
+    return bench.stream_steps_ms(client.stream(prompts, NUM_DECODED_TOKENS))
+
+
+def measure(
+    client: Client,
+    read_steps: Callable[[Any, list[list[int]]], list[float]],
+    shape: Shape,
+    seed: int,
+    vocab_size: int,
+) -> dict[str, Any]:
+    """Step times of one shape; tokens are decoded greedily from a cached prefix."""
+    rng = random.Random(seed)
+    prompts = [
+        [rng.randrange(2, vocab_size) for _ in range(shape.context_tokens)]
+        for _ in range(shape.batch)
+    ]
+    began = time.monotonic()
+    client.generate(prompts, 1, return_logprob=False)
+    prefill_s = time.monotonic() - began
+    steps_ms = read_steps(client, prompts)
     if len(steps_ms) < 3:
-        raise ServerError(f"only {len(steps_ms)} step times for {shape} in {server.log_path}")
-    ordered = sorted(steps_ms)
-    return {
-        "shape": str(shape),
-        "step_p50_ms": statistics.median(steps_ms),
-        "step_p95_ms": ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))],
-        "tokens_per_s": shape.batch / statistics.median(steps_ms) * 1e3,
-        "num_samples": len(steps_ms),
-        "prefill_s": prefill_s,
-        "cached_tokens": results[0]["meta_info"]["cached_tokens"],
-    }
+        raise ServerError(
+            f"{client.url} gave {len(steps_ms)} step times of {shape}: at least 3 are needed, with "
+            "all requests running. Use a shape that its KV cache and its batch limit hold."
+        )
+    return {**bench.step_row(shape, steps_ms), "prefill_s": prefill_s}
 
 
-def run(config: Config, model: Path, args: argparse.Namespace) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Ground:
+    """What all servers of a run stand on; `model` and `gpu` are None where they are unknown."""
+
+    model: ModelShape | None
+    gpu: GpuSpec | None
+    tp_size: int
+    vocab_size: int
+
+    def plan(self, shape: Shape, dcp_size: int, comm: str) -> dict[str, float | None]:
+        """The planner's floor and prediction of a step, as far as it knows model and GPU."""
+        if self.model is None or self.gpu is None:
+            return {"floor_ms": None, "predicted_ms": None}
+        sizes = {"tp_size": self.tp_size, "dcp_size": dcp_size}
+        return bench.planned(self.model, self.gpu, shape, comm=comm, **sizes)
+
+
+def measure_all(
+    client: Client,
+    read_steps: Callable[[Any, list[list[int]]], list[float]],
+    config: Config,
+    args: argparse.Namespace,
+    ground: Ground,
+    board: Board,
+) -> list[dict[str, Any]]:
+    """Rows of every shape on one server."""
+    rows = []
+    for seed, shape in enumerate(args.shapes):
+        board.doing(f"{config.label} {shape}")
+        row = measure(client, read_steps, shape, seed, ground.vocab_size)
+        rows.append(row | ground.plan(shape, config.dcp_size, config.comm))
+        took = f"p50 {row['step_p50_ms']:.3f} ms, p95 {row['step_p95_ms']:.3f} ms"
+        board.done(f"{config.label} {shape}: {took}, prefill {row['prefill_s']:.1f} s")
+    return rows
+
+
+def run_own(
+    config: Config, folder: Path, args: argparse.Namespace, ground: Ground, board: Board
+) -> dict[str, Any]:
     """Serve one configuration and measure every shape."""
-    module, command = command_of(config, model, args)
+    module, command = command_of(config, folder, args)
     log = args.log_dir / f"bench-{config.label.replace(' ', '-')}.log"
+    board.doing(f"{config.label} starts")
     with Server(command, log, module, start_timeout_s=args.start_timeout_s) as server:
-        print(f"{config.label}: up in {server.startup_s:.0f} s", file=sys.stderr, flush=True)
-        rows = []
-        for index, shape in enumerate(args.shapes):
-            rows.append(measure(server, shape, seed=index))
-            print(f"{config.label} {rows[-1]}", file=sys.stderr, flush=True)
+        board.done(f"{config.label}: up in {server.startup_s:.0f} s")
+        rows = measure_all(server, read_log, config, args, ground, board)
     capacity = CAPACITY_LINE.findall(log.read_text(errors="replace"))
+    return entry_of(config, int(capacity[0]) if capacity else None, rows)
+
+
+def run_running(args: argparse.Namespace, gpu: GpuSpec | None) -> tuple[Ground, dict[str, Any]]:
+    """Measure every shape on the server at --url."""
+    client = Client(args.url)
+    info = client.get("/server_info")
+    config = Config(
+        info["attention_backend"], info.get("dcp_size", 1), info.get("dcp_comm_backend", "")
+    )
+    path = Path(info["model_path"]) / "config.json"
+    vocab_size = json.loads(path.read_text())["vocab_size"] if path.is_file() else 4000
+    ground = Ground(
+        load_model(str(path)) if path.is_file() else None,
+        gpu,
+        info["tp_size"] // (info["dp_size"] if info["enable_dp_attention"] else 1),
+        min(4000, vocab_size),
+    )
+    board = Board(len(args.shapes))
+    with board.progress:
+        rows = measure_all(client, read_stream, config, args, ground, board)
+    return ground, entry_of(config, info.get("max_total_num_tokens"), rows)
+
+
+def run_sweep(args: argparse.Namespace, gpu: GpuSpec | None) -> tuple[Ground, list[dict[str, Any]]]:
+    """Start, measure and stop one server after the other: baselines first."""
+    folder = write_model(args.model, args.log_dir / args.model)
+    ground = Ground(load_model(str(folder)), gpu, args.tp, vocab_size=4000)
+    configs = [Config(backend, 1, "") for backend in args.baselines]
+    configs += [Config(args.backend, args.dcp_size, comm) for comm in args.comm]
+    board = Board(len(configs) * (1 + len(args.shapes)))
+    with board.progress:
+        return ground, [run_own(config, folder, args, ground, board) for config in configs]
+
+
+def entry_of(config: Config, capacity: int | None, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """One run of the result file."""
     return {
         "label": config.label,
         "backend": config.backend,
         "dcp_size": config.dcp_size,
         "comm": config.comm,
-        "max_total_num_tokens": int(capacity[0]) if capacity else None,
+        "max_total_num_tokens": capacity,
         "rows": rows,
     }
 
 
-def show(runs: list[dict[str, Any]], args: argparse.Namespace) -> None:
-    """Step times as a table, with the ratio to the first upstream run."""
-    table = Table(title=f"decode step, p50 in ms (ratio to {runs[0]['label']}), TP {args.tp}")
-    table.add_column("server")
-    for shape in args.shapes:
-        table.add_column(str(shape), justify="right")
-    table.add_column("KV tokens", justify="right")
-    for entry in runs:
-        cells = [
-            f"{row['step_p50_ms']:.3f} ({row['step_p50_ms'] / base['step_p50_ms']:.2f})"
-            for row, base in zip(entry["rows"], runs[0]["rows"], strict=True)
-        ]
-        table.add_row(entry["label"], *cells, f"{entry['max_total_num_tokens'] or 0:,}")
-    Console(stderr=True).print(table)
+def show(runs: list[dict[str, Any]], tp_size: int) -> None:
+    """Step times as a table of at most 80 columns, on stderr."""
+    title = f"Decode step at TP {tp_size}: p50 over upstream's, the planner's floor, its prediction"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    names = ("server (KV tokens)", "shape", "p50 ms", "p95 ms", "tokens/s")
+    for name in (*names, "upstream", "floor", "predicted"):
+        table.add_column(name, justify="left" if name == names[0] else "right")
+    for run in runs:
+        capacity = run["max_total_num_tokens"]
+        labels = [run["label"], f"({format_count(capacity)})" if capacity else ""]
+        for index, row in enumerate(run["rows"]):
+            times = f"{row['step_p50_ms']:.3f}", f"{row['step_p95_ms']:.3f}"
+            ratios = [row[f"ratio_to_{to}"] for to in ("upstream", "floor", "predicted")]
+            table.add_row(
+                labels[index] if index < len(labels) else "",
+                row["shape"],
+                *times,
+                f"{row['tokens_per_s']:,.0f}",
+                *("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
+                end_section=row is run["rows"][-1],
+            )
+    Console(stderr=True, width=80).print(table)
 
 
-def record(runs: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
-    import torch
-    from sglang.version import __version__ as sglang_version
-
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    head = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "hardware": f"{args.tp} x {torch.cuda.get_device_name(0)}",
-        "versions": {"sglang": sglang_version, "torch": torch.__version__},
-        "git_hash": args.git_hash or head,
-        "command": " ".join(["scripts/bench_decode.py", *sys.argv[1:]]),
-        "model": args.model,
-        "runs": runs,
-    }
-
-
-def parse_shape(text: str) -> Shape:
-    batch, _, context_tokens = text.partition("x")
-    return Shape(int(batch), int(context_tokens))
-
-
-def main() -> int:
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command line, checked as far as it can be before servers start."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", choices=sorted(MODELS), default="k3ish")
-    parser.add_argument("--tp", type=int, default=2)
-    parser.add_argument("--dcp-size", type=int, default=2)
-    parser.add_argument("--comm", nargs="+", default=["a2a"])
-    parser.add_argument("--backend", default="flashmla", help="of the DCP servers")
-    parser.add_argument("--baselines", nargs="+", default=["flashmla", "flashinfer"])
+    own = parser.add_argument_group("self-started servers")
+    own.add_argument("--model", choices=sorted(MODELS), default="k3ish", help="default k3ish")
+    own.add_argument("--tp", type=int, default=2, metavar="N", help="GPUs (default 2)")
+    own.add_argument("--dcp-size", type=int, default=2, metavar="N", help="default 2")
+    own.add_argument(
+        "--comm", nargs="+", default=["a2a"], metavar="NAME", help="one DCP server each"
+    )
+    own.add_argument("--backend", default="flashmla", metavar="NAME", help="of the DCP servers")
+    own.add_argument(
+        "--baselines",
+        nargs="*",
+        default=["flashmla", "flashinfer"],
+        metavar="NAME",
+        help="attention backends of servers without DCP; the first is what ratios are to",
+    )
+    own.add_argument("--mem-fraction-static", type=float, default=0.6, metavar="F")
+    own.add_argument(
+        "--max-batch", type=int, default=32, metavar="N", help="largest captured graph"
+    )
+    own.add_argument("--start-timeout-s", type=float, default=300, metavar="S")
+    own.add_argument("--log-dir", type=Path, metavar="DIR", help="default: a temporary folder")
+    parser.add_argument("--url", help="measure this running server instead of starting any")
     parser.add_argument(
         "--shapes",
         nargs="+",
-        type=parse_shape,
         metavar="BxL",
-        default=[Shape(1, 4096), Shape(1, 131072), Shape(32, 16384), Shape(8, 131072)],
+        default=["1x4096", "1x131072", "32x16384", "8x131072"],
+        help="batch x context tokens (default 1x4096 1x131072 32x16384 8x131072)",
     )
-    parser.add_argument("--mem-fraction-static", type=float, default=0.6)
-    parser.add_argument("--max-batch", type=int, default=32, help="largest captured graph")
-    parser.add_argument("--start-timeout-s", type=float, default=300)
-    parser.add_argument("--log-dir", type=Path, default=Path(tempfile.mkdtemp()))
-    parser.add_argument("--git-hash", help="where the tree is not a git checkout")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    parser.add_argument("--gpu", metavar="NAME", help="for the planner (default: this machine's)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the result")
+    parser.add_argument("--git-hash", metavar="HASH", help="where the tree is no git checkout")
+    args = parser.parse_args(argv)
+    args.shapes = [Shape.parse(text) for text in args.shapes]
+    args.log_dir = args.log_dir or Path(tempfile.mkdtemp())
+    if args.plot:
+        import_pyplot(f"--plot {args.plot}")
+    return args
 
-    model = write_model(args.model, args.log_dir / args.model)
-    configs = [Config(backend, 1, "") for backend in args.baselines]
-    configs += [Config(args.backend, args.dcp_size, comm) for comm in args.comm]
-    runs = [run(config, model, args) for config in configs]
-    show(runs, args)
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, print, and write what was asked for; returns the exit code."""
+    try:
+        args = parse(argv)
+        gpu = load_gpu(args.gpu) if args.gpu else find_gpu(bench.gpu_name())
+        if args.url:
+            ground, run = run_running(args, gpu)
+            runs = [run]
+        else:
+            ground, runs = run_sweep(args, gpu)
+    except (ValueError, ServerError) as error:
+        sys.exit(f"error: {error}")
+    bench.add_ratios(runs)
+    show(runs, ground.tp_size)
+    name = args.gpu or bench.gpu_name()
+    model = args.url or args.model
+    hardware = f"{ground.tp_size} x {name}"
+    result = bench.record("bench_decode.py", hardware, args.git_hash, model=model, runs=runs)
     if args.json:
-        args.json.write_text(json.dumps(record(runs, args), indent=1))
+        args.json.write_text(json.dumps(result, indent=1))
+    if args.plot:
+        plot_decode(result, args.plot)
     return 0
 
 

@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sglang_dcp.testing import bench
 from sglang_dcp.testing.compare import cached_tokens, compare_results, max_logprob_diff
 from sglang_dcp.testing.server import Server, ServerError
 from sglang_dcp.testing.tiny_model import TinyModel, write_tiny_model
@@ -223,26 +223,12 @@ def parse_run(text: str) -> Run:
     return Run(backend, comm or "auto")
 
 
-def git_hash() -> str:
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
-
-
 def record(args: argparse.Namespace, reports: dict[str, Any]) -> dict[str, Any]:
     """What a result file needs to be judged later."""
-    import torch
-    from sglang.version import __version__ as sglang_version
-
-    gpu = torch.cuda.get_device_name(0)
-    shared = " (all ranks on one GPU)" if args.share_gpu else ""
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "hardware": f"{1 if args.share_gpu else args.tp} x {gpu}{shared}",
-        "versions": {"sglang": sglang_version, "torch": torch.__version__},
-        "git_hash": args.git_hash or git_hash(),
-        "command": " ".join(["scripts/compare_upstream.py", *sys.argv[1:]]),
-        "reports": reports,
-    }
+    hardware = f"{args.tp} x {bench.gpu_name()}"
+    if args.share_gpu:
+        hardware = f"1 x {bench.gpu_name()} (all ranks on one GPU)"
+    return bench.record("compare_upstream.py", hardware, args.git_hash, reports=reports)
 
 
 def main() -> int:

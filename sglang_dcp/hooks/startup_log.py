@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from sglang_dcp import state
-from sglang_dcp.planner.gpus import GPUS
+from sglang_dcp.planner.gpus import find_gpu
 from sglang_dcp.planner.models import shape_from_config
 from sglang_dcp.planner.plan import make_plan
 from sglang_dcp.planner.report import startup_block
@@ -17,8 +17,7 @@ def _tpot_floor_ms(scheduler: Any, context_tokens: int) -> float | None:
     args, dcp = scheduler.server_args, state.get_state()
     if args.device != "cuda":
         return None
-    device = torch.cuda.get_device_name().lower().split()
-    gpu = next((spec for name, spec in GPUS.items() if name in device), None)
+    gpu = find_gpu(torch.cuda.get_device_name())
     if gpu is None:
         return None
     config = scheduler.model_config.hf_config.to_dict()

@@ -55,6 +55,12 @@ _GPUS = (
 GPUS: dict[str, GpuSpec] = {gpu.name: gpu for gpu in _GPUS}
 
 
+def find_gpu(device_name: str) -> GpuSpec | None:
+    """The GPU that a driver calls `device_name`, such as "NVIDIA H200"; None if unknown."""
+    words = device_name.lower().replace("-", " ").split()
+    return next((spec for name, spec in GPUS.items() if name in words), None)
+
+
 def load_gpu(name_or_path: str) -> GpuSpec:
     """Look a GPU up by name (any case), or read it from a JSON file with `GpuSpec`'s fields.
 

@@ -1,23 +1,19 @@
 """Start, ask and stop a real SGLang HTTP server as a process group of its own."""
 
 import contextlib
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
+from sglang_dcp.testing.client import Client, ServerError
 
-class ServerError(RuntimeError):
-    """The server did not come up, or ended; the message carries the end of its log."""
+__all__ = ["Server", "ServerError", "free_port"]
 
 
 def free_port() -> int:
@@ -30,7 +26,7 @@ def free_port() -> int:
             return port
 
 
-class Server:
+class Server(Client):
     """A server process; use as a context manager.
 
     Args:
@@ -50,6 +46,7 @@ class Server:
         start_timeout_s: float = 300.0,
     ) -> None:
         self.port = free_port()
+        super().__init__(f"http://127.0.0.1:{self.port}")
         self.log_path = log_path
         self.command = [sys.executable, "-m", module, *args]
         self.command += ["--host", "127.0.0.1", "--port", str(self.port)]
@@ -117,38 +114,3 @@ class Server:
     def log_tail(self, num_chars: int = 6000) -> str:
         """The end of the log."""
         return self.log_path.read_text(errors="replace")[-num_chars:]
-
-    def get(self, path: str, timeout_s: float = 60.0) -> Any:
-        """GET `path`; returns parsed JSON, or None for an empty body."""
-        return self._request(urllib.request.Request(self._url(path)), timeout_s)
-
-    def post(self, path: str, body: Any, timeout_s: float = 600.0) -> Any:
-        """POST `body` as JSON to `path`; returns parsed JSON."""
-        request = urllib.request.Request(
-            self._url(path), json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        return self._request(request, timeout_s)
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **extra: Any
-    ) -> list[dict[str, Any]]:
-        """Greedy tokens of a batch of token-id prompts, with their logprobs."""
-        params = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
-        body: dict[str, Any] = {"input_ids": [list(p) for p in prompts], "sampling_params": params}
-        body |= {"return_logprob": True, "logprob_start_len": -1, **extra}
-        return list(self.post("/generate", body))
-
-    def _url(self, path: str) -> str:
-        return f"http://127.0.0.1:{self.port}{path}"
-
-    def _request(self, request: urllib.request.Request, timeout_s: float) -> Any:
-        try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as response:
-                body = response.read()
-        except urllib.error.HTTPError as error:
-            text = error.read().decode(errors="replace")
-            raise ServerError(f"{request.full_url} answered {error.code}: {text[:500]}") from error
-        try:
-            return json.loads(body) if body else None
-        except json.JSONDecodeError:
-            return body.decode(errors="replace")
