@@ -5,8 +5,8 @@
     scripts/compare_upstream.py --tp 8 --dcp-size 8 --runs flashmla:a2a --json FILE
 
 bf16 servers differ in the last bits, so a difference is judged where it first appears: upstream's
-own gap between its two best tokens there must be below the largest logprob difference that two
-upstream backends show. Exits 1 if a difference is not explained in that way, if DCP agrees with
+own gap between its two best tokens there must be below twice the largest logprob difference that
+two upstream backends show (either token's can move by that much). Exits 1 if a difference is not explained in that way, if DCP agrees with
 upstream less often than upstream's second backend does, or if a radix hit, the rows allocated or
 the pool are wrong.
 """
@@ -179,7 +179,7 @@ def judge(want: Answers, other: Answers, got: Answers, work: Workload) -> dict[s
 
     The noise of bf16 is what the two upstream backends show between them. Each difference lists
     its prompt's own spread as well, which a few tokens estimate badly; the verdict takes the
-    largest of the workload, and asks that DCP agrees with upstream as often as upstream's second
+    largest of the workload, twice, since both tokens' logprobs move, and asks that DCP agrees with upstream as often as upstream's second
     backend does.
     """
     ours, upstream = (compare_results(want.results, x.results) for x in (got, other))
@@ -199,7 +199,7 @@ def judge(want: Answers, other: Answers, got: Answers, work: Workload) -> dict[s
     problems = [
         f"not near a tie: {d}"
         for d in differences
-        if d["top2_gap"] is None or d["top2_gap"] >= noise
+        if d["top2_gap"] is None or d["top2_gap"] >= 2 * noise
     ]
     if ours.num_equal < upstream.num_equal:
         problems.append(f"{ours.num_equal} prompts equal, upstream's own {upstream.num_equal}")
