@@ -6,9 +6,9 @@
 
 bf16 servers differ in the last bits, so a difference is judged where it first appears: upstream's
 own gap between its two best tokens there must be below twice the largest logprob difference that
-two upstream backends show (either token's can move by that much). Exits 1 if a difference is not explained in that way, if DCP agrees with
-upstream less often than upstream's second backend does, or if a radix hit, the rows allocated or
-the pool are wrong.
+two upstream backends show (either token's can move by that much). Exits 1 if a difference is not
+explained in that way, if DCP agrees with upstream less often than upstream's second backend does,
+or if a radix hit, the rows allocated or the pool are wrong.
 """
 
 import argparse
@@ -179,8 +179,8 @@ def judge(want: Answers, other: Answers, got: Answers, work: Workload) -> dict[s
 
     The noise of bf16 is what the two upstream backends show between them. Each difference lists
     its prompt's own spread as well, which a few tokens estimate badly; the verdict takes the
-    largest of the workload, twice, since both tokens' logprobs move, and asks that DCP agrees with upstream as often as upstream's second
-    backend does.
+    largest of the workload, twice, since both tokens' logprobs move, and asks that DCP agrees with
+    upstream as often as upstream's second backend does.
     """
     ours, upstream = (compare_results(want.results, x.results) for x in (got, other))
     noise = upstream.max_logprob_diff
