@@ -3,7 +3,7 @@
 Importing this package registers the built-in backends. Nothing here imports SGLang.
 """
 
-from sglang_dcp.comm import a2a, ag_rs
+from sglang_dcp.comm import a2a, ag_rs, nvlink
 from sglang_dcp.comm.base import Communicator, GroupInfo
 from sglang_dcp.comm.registry import (
     COMM_BACKENDS,
@@ -22,6 +22,7 @@ __all__ = [
     "Transport",
     "a2a",
     "ag_rs",
+    "nvlink",
     "comm_backend_names",
     "register_comm_backend",
     "resolve_auto",
