@@ -258,10 +258,9 @@ def test_availability_and_auto():
     assert "not 16" in able(size=16, device_type="cuda", peer_access=True)[1]
     info = GroupInfo(size=2, device_type="cuda", peer_reason="GPU 1 has no peer access")
     assert able(**dataclasses.asdict(info)) == (False, "GPU 1 has no peer access")
-    name, reason = resolve_auto("auto", info)
-    assert name == "a2a"
-    assert "not nvlink: GPU 1 has no peer access" in reason
-    assert resolve_auto("auto", GroupInfo(2, "cuda", peer_access=True))[0] == "nvlink"
+    assert resolve_auto("auto", info)[0] == "a2a"
+    assert resolve_auto("auto", GroupInfo(2, "cuda", peer_access=True))[0] == "a2a"  # opt-in
+    assert resolve_auto("nvlink", GroupInfo(2, "cuda", peer_access=True))[0] == "nvlink"
     with pytest.raises(ValueError, match="nvlink cannot serve.*GPU 1 has no peer access.*a2a"):
         resolve_auto("nvlink", info)
 

@@ -4,7 +4,7 @@ Importing this package registers the built-in backends. Nothing here imports SGL
 """
 
 from sglang_dcp.comm import a2a, ag_rs, nvlink
-from sglang_dcp.comm.base import Communicator, GroupInfo
+from sglang_dcp.comm.base import SERVING_WAIT_S, Communicator, GroupInfo
 from sglang_dcp.comm.registry import (
     COMM_BACKENDS,
     comm_backend_names,
@@ -15,6 +15,7 @@ from sglang_dcp.comm.transport import PyncclTransport, TorchTransport, Transport
 
 __all__ = [
     "COMM_BACKENDS",
+    "SERVING_WAIT_S",
     "Communicator",
     "GroupInfo",
     "PyncclTransport",

@@ -38,6 +38,10 @@ class GroupInfo:
     peer_reason: str = ""
 
 
+#: Limit of a kernel's wait for a peer once the server is ready (`Communicator.set_wait_limit`).
+SERVING_WAIT_S = 30.0
+
+
 class Communicator(ABC):
     """Moves queries and partial outputs between the ranks of one DCP group.
 

@@ -33,7 +33,6 @@ from sglang_dcp.kernels.peer_signal import (
 MAX_LANES = 512
 # While ranks compile, load and capture they may be minutes apart; in serving they are not.
 START_UP_WAIT_S = 600.0
-SERVING_WAIT_S = 30.0
 _NUM_WARPS = 4
 _THREADS = 32 * _NUM_WARPS
 _VEC_BYTES = 16
@@ -88,7 +87,8 @@ class NvlinkCommunicator(Communicator):
         RuntimeError: a rank cannot map the buffers; raised on all ranks.
     """
 
-    priority = 20
+    # Below a2a: opt-in until it has served on several GPUs, which its tests on one cannot show.
+    priority = 5
 
     def __init__(
         self, transport: Transport, *, allocate: Allocate | None = None, **dims: Any

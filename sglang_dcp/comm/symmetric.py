@@ -126,6 +126,9 @@ def probe_peers(device: torch.device, process_group: dist.ProcessGroup) -> tuple
         (able, reason), equal on all ranks: reason says what the first unable rank lacks.
     """
     own = torch.cuda.current_device() if device.index is None else device.index
+    uuids = _gather(str(torch.cuda.get_device_properties(own).uuid), process_group)
+    if len(set(uuids)) < len(uuids):
+        return False, "two ranks share a GPU"
     others = [d for d in _gather(own, process_group) if d != own]
     missing = [d for d in others if not _has_native_peer_atomics(own, d)]
     reason = f"GPU {own} has no peer access with native atomics to {missing}" if missing else ""

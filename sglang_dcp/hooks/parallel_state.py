@@ -40,9 +40,9 @@ def _make_communicator(server_args: Any, coordinator: Any) -> Communicator:
     model_config = server_args.get_model_config()
     attn_tp_size = parallel_state.get_attn_tp_group().world_size
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    able, why = (
-        probe_peers(device, coordinator.cpu_group) if on_gpu else (False, "ranks are on the CPU")
-    )
+    able, why = False, "not asked for"  # the trial maps memory, so only for who wants it
+    if on_gpu and server_args.dcp_comm_backend == "nvlink":
+        able, why = probe_peers(device, coordinator.cpu_group)
     group_info = GroupInfo(
         size=coordinator.world_size,
         device_type=server_args.device,

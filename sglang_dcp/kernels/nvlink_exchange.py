@@ -287,6 +287,8 @@ def nvlink_exchange(
         JITTER_US=state.jitter_us,
         INTERPRETED=INTERPRETED,
         num_warps=tiling.num_warps,
+        # The same roundings in every kernel that merges: contracted or not, a*b + c differs.
+        enable_fp_fusion=False,
         maxnreg=MAX_REGISTERS,
     )
     return merged
