@@ -5,9 +5,10 @@
     scripts/compare_upstream.py --tp 8 --dcp-size 8 --runs flashmla:a2a --json FILE
 
 bf16 servers differ in the last bits, so a difference is judged where it first appears: upstream's
-own gap between its two best tokens there must be below the logprob spread that two upstream
-backends show on the same prompt. Exits 1 if a difference is not explained in that way, or if a
-radix hit, the rows written or the capacity are wrong.
+own gap between its two best tokens there must be below twice the largest logprob difference that
+two upstream backends show (either token's can move by that much). Exits 1 if a difference is not
+explained in that way, if DCP agrees with upstream less often than upstream's second backend does,
+or if a radix hit, the rows allocated or the pool are wrong.
 """
 
 import argparse
@@ -174,28 +175,45 @@ def ask_all(
 
 
 def judge(want: Answers, other: Answers, got: Answers, work: Workload) -> dict[str, Any]:
-    """Compare `got` with upstream's `want`; `other` is a second upstream backend."""
-    comparison = compare_results(want.results, got.results)
-    differences, problems = [], []
-    for difference in comparison.differences:
+    """Compare `got` with upstream's `want`; `other` is a second upstream backend.
+
+    The noise of bf16 is what the two upstream backends show between them. Each difference lists
+    its prompt's own spread as well, which a few tokens estimate badly; the verdict takes the
+    largest of the workload, twice, since both tokens' logprobs move, and asks that DCP agrees with
+    upstream as often as upstream's second backend does.
+    """
+    ours, upstream = (compare_results(want.results, x.results) for x in (got, other))
+    noise = upstream.max_logprob_diff
+    differences = []
+    for difference in ours.differences:
         index = difference.prompt
-        second = compare_results(want.results[index : index + 1], other.results[index : index + 1])
-        entry = asdict(difference) | {
-            "prompt": work.names[index],
-            "upstream_spread": second.max_logprob_diff,
-            "our_spread": max_logprob_diff(
-                want.results[index], got.results[index], difference.position
-            ),
-        }
-        differences.append(entry)
-        if difference.top2_gap is None or difference.top2_gap >= second.max_logprob_diff:
-            problems.append(f"unexplained difference: {entry}")
+        one, second = want.results[index : index + 1], other.results[index : index + 1]
+        differences.append(
+            asdict(difference)
+            | {
+                "prompt": work.names[index],
+                "upstream_spread": compare_results(one, second).max_logprob_diff,
+                "our_spread": max_logprob_diff(one[0], got.results[index], difference.position),
+            }
+        )
+    problems = [
+        f"not near a tie: {d}"
+        for d in differences
+        if d["top2_gap"] is None or d["top2_gap"] >= 2 * noise
+    ]
+    if ours.num_equal < upstream.num_equal:
+        problems.append(f"{ours.num_equal} prompts equal, upstream's own {upstream.num_equal}")
+    if ours.max_logprob_diff > 1.5 * noise:
+        problems.append(f"logprobs differ by {ours.max_logprob_diff}, upstream's by {noise}")
     return {
-        "num_prompts": comparison.num_prompts,
-        "num_equal": comparison.num_equal,
-        "max_logprob_diff": comparison.max_logprob_diff,
-        "upstream_max_logprob_diff": compare_results(want.results, other.results).max_logprob_diff,
-        "upstream_num_equal": compare_results(want.results, other.results).num_equal,
+        "num_prompts": ours.num_prompts,
+        "num_equal": ours.num_equal,
+        "upstream_num_equal": upstream.num_equal,
+        "max_logprob_diff": ours.max_logprob_diff,
+        "upstream_max_logprob_diff": noise,
+        "num_within_prompt_spread": sum(
+            d["top2_gap"] is not None and d["top2_gap"] < d["upstream_spread"] for d in differences
+        ),
         "differences": differences,
         "problems": problems,
     }

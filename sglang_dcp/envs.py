@@ -50,3 +50,11 @@ def set_cpu_recipe(num_ranks: int) -> None:
     bind = "|".join(str(rank % num_cores) for rank in range(num_ranks))
     if num_ranks > 1:
         os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", bind)
+
+
+def disable_symm_mem_multicast() -> None:
+    """Let torch's symmetric memory map plain peer memory only; to be called before its first use.
+
+    Our kernels store to each peer, and setting up multicast objects fails on some hosts.
+    """
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"

@@ -4,6 +4,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+# Before CUDA starts: ranks that share a GPU need queues of their own, and no kernel may be loaded
+# while another one waits for it. Child processes get neither (support.clean_env).
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+
 import pytest
 import torch
 from serving import Farm

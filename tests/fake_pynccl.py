@@ -14,6 +14,7 @@ class FakePyncclCommunicator:
 
     def __init__(self) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.group = dist.group.WORLD
         self.available, self.disabled = True, True
         self._ops: list[dist.P2POp] | None = None
 

@@ -28,7 +28,9 @@ def as_rank(dcp_rank: int, dcp_size: int, transport: Any = None) -> Iterator[Non
     """Code inside runs as that rank of a DCP group."""
     from sglang_dcp import state
 
-    comm: Any = SimpleNamespace(transport=transport, destroy=lambda: None)
+    comm: Any = SimpleNamespace(
+        transport=transport, destroy=lambda: None, set_wait_limit=lambda seconds: None
+    )
     coordinator = SimpleNamespace(destroy=lambda: None)
     ranks = tuple(range(dcp_size))
     state.set_state(state.DcpState(dcp_size, dcp_rank, ranks, coordinator, comm))

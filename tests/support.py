@@ -10,7 +10,8 @@ import torch
 
 def clean_env(interpret: bool = False) -> dict[str, str]:
     """Environment for a child process: Triton's interpreter only if asked for."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    ours = ("TRITON_INTERPRET", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING")
+    env = {k: v for k, v in os.environ.items() if k not in ours}
     if interpret:
         env["TRITON_INTERPRET"] = "1"
     return env

@@ -216,12 +216,14 @@ def test_pynccl_without_nccl_is_refused():
 
 
 def test_auto_and_named_backends():
-    info = GroupInfo(size=8, device_type="cuda", peer_access=True)
-    assert comm_backend_names() == ["auto", "a2a", "ag_rs"]
-    assert resolve_auto("auto", info) == ("a2a", "works on every group")
+    info = GroupInfo(size=8, device_type="cuda", num_nodes=2, peer_access=True)
+    assert comm_backend_names() == ["auto", "a2a", "ag_rs", "nvlink"]
+    name, reason = resolve_auto("auto", info)
+    assert name == "a2a"
+    assert reason == "works on every group"
     assert resolve_auto("ag_rs", info) == ("ag_rs", "as requested")
     with pytest.raises(
-        ValueError, match=r"fi_a2a is unknown.*Use one of \['auto', 'a2a', 'ag_rs'\]"
+        ValueError, match=r"fi_a2a is unknown.*Use one of \['auto', 'a2a', 'ag_rs', 'nvlink'\]"
     ):
         resolve_auto("fi_a2a", info)
 
@@ -231,7 +233,7 @@ def test_a_new_backend_needs_registration_only(monkeypatch):
 
     @register_comm_backend("peer")
     class PeerCommunicator(Communicator):
-        priority = 20
+        priority = 30
 
         @classmethod
         def is_available(cls, group_info):

@@ -15,6 +15,9 @@ from support import clean_env
 I32 = "i32"
 TILE = {"D": 512, "ALIGN": 8, "BLOCK_H": 2, "BLOCK_D": 512}
 MERGE = TILE | {"N": 8, "BASE_2": True}
+PEERS = {"flag_table": "i64", "cnt": "i32", "limit": "i64", "report": "i32"}
+MEETING = {"N": 8, "HL": 16, "WORDS": 8, "REFRESH": 1 << 20, "BLOCK_LANES": 512}
+MEETING |= {"INTERPRETED": False, "JITTER_US": 0}
 # module, kernel, pointer types, constants, arguments known to be multiples of 16
 CASES = {
     "merge_e": (
@@ -43,6 +46,20 @@ CASES = {
         {"NOPE_DIM": 512, "PE_DIM": 64, "ALIGN": 8}
         | {"BLOCK_NOPE": 512, "BLOCK_PE": 64, "BLOCK_ROWS": 2},
     ),
+    "nvlink_exchange": (
+        "nvlink_exchange.nvlink_exchange_kernel",
+        {"o": "bf16", "lse": "fp32", "lens": "i32", "merged": "bf16"}
+        | {"o_table": "i64", "lse_table": "i64"}
+        | PEERS,
+        MEETING
+        | {"D": 512, "BLOCK_D": 512, "ALIGN": 8, "ROW_ALIGN": 8, "BASE_2": False}
+        | {"PEERS": 8, "ROWS": 2, "SLICES": 2, "FLAG_SLICES": 4},
+    ),
+    "nvlink_gather_q": (
+        "nvlink_gather_q.nvlink_gather_q_kernel",
+        {"nope": "bf16", "pe": "bf16", "q_table": "i64"} | PEERS,
+        MEETING | {"NOPE_DIM": 512, "PE_DIM": 64, "VEC": 8, "BLOCK": 256},
+    ),
     "kv_write": (
         "kv_write.set_mla_kv_buffer_dcp_sharded_kernel",
         {"kv": "bf16", "loc": "i64", "nope": "bf16", "rope": "bf16"},
@@ -67,11 +84,12 @@ CASES = {
     ),
 }
 # kernels that move rows; the rest of their accesses are LSEs and lengths of 4 bytes
-ROW_MOVERS = ["merge_e", "merge_2", "weigh", "pack"]
+ROW_MOVERS = ["merge_e", "merge_2", "weigh", "pack", "nvlink_exchange", "nvlink_gather_q"]
+MEMORY_OPS = r"(?:ld|st)\.global[\w.:]*|atom\.[\w.]*|bar\.sync|fence[\w.]*|trap"
 
 
 def compile_all() -> dict[str, list[str]]:
-    """PTX global accesses of every case; runs in the child."""
+    """PTX accesses to global memory and barriers of every case, in order; runs in the child."""
     import importlib
 
     import triton
@@ -96,7 +114,7 @@ def compile_all() -> dict[str, list[str]]:
         compiled = triton.compile(
             source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}
         )
-        found[case] = sorted(set(re.findall(r"(?:ld|st)\.global[\w.:]*", compiled.asm["ptx"])))
+        found[case] = re.findall(MEMORY_OPS, compiled.asm["ptx"])
     return found
 
 
@@ -124,3 +142,22 @@ def test_rows_move_in_16_byte_accesses(accesses, case):
     assert any("ld.global.v4.b32" in a for a in accesses[case])
     assert any("st.global.v4.b32" in a for a in accesses[case])
     assert not any(a.endswith("b16") for a in accesses[case])
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="Triton without its CUDA toolchain")
+@pytest.mark.parametrize(("case", "slices"), [("nvlink_exchange", 2), ("nvlink_gather_q", 1)])
+def test_peers_are_signalled_after_the_data(accesses, case, slices):
+    """Wide stores, barrier, release at system scope; acquire, barrier, wide loads past the L1."""
+    ops = accesses[case]
+    raised = [i for i, op in enumerate(ops) if op == "atom.global.sys.release.exch.b32"]
+    waits = [i for i, op in enumerate(ops) if op == "atom.global.sys.acquire.add.u32"]
+    assert len(raised) == slices
+    for i in raised:
+        assert ops[i - 1] == "bar.sync"
+        assert ops[i - 2].startswith("st.global")
+    assert raised[-1] < waits[0]  # all pushes before the first wait
+    arrived = [i for i, op in enumerate(ops) if op.startswith("ld.global.cg")]
+    assert all(i > waits[0] for i in arrived)
+    assert ("ld.global.cg.v4.b32" in ops) == (case == "nvlink_exchange")
+    assert ops.count("trap") == slices  # a wait ends with an error, after the record is out
+    assert ops[ops.index("trap") - 2 : ops.index("trap")] == ["fence.acq_rel.sys", "bar.sync"]

@@ -138,6 +138,22 @@ def test_ready_message_carries_the_layout(plugin, monkeypatch, caplog, rank):
     assert all("512" in text and "128" in text and "a2a" in text for text in logged)
 
 
+def test_failed_wait_is_named(plugin, caplog):
+    from sglang_dcp import state
+    from sglang_dcp.hooks.scheduler import around_run_event_loop
+
+    def event_loop(scheduler):
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    with as_rank(1, 4):
+        comm = state.get_state().comm
+        for reason in (None, "DCP rank 1 waited for rank 2"):
+            comm.failure = lambda reason=reason: reason
+            with pytest.raises(RuntimeError, match="CUDA error"):
+                around_run_event_loop(event_loop, SimpleNamespace())
+            assert [r.getMessage() for r in caplog.records] == [reason] * (reason is not None)
+
+
 # ---------------------------------------------------------------- the launcher
 
 

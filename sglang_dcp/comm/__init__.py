@@ -3,8 +3,8 @@
 Importing this package registers the built-in backends. Nothing here imports SGLang.
 """
 
-from sglang_dcp.comm import a2a, ag_rs
-from sglang_dcp.comm.base import Communicator, GroupInfo
+from sglang_dcp.comm import a2a, ag_rs, nvlink
+from sglang_dcp.comm.base import SERVING_WAIT_S, Communicator, GroupInfo
 from sglang_dcp.comm.registry import (
     COMM_BACKENDS,
     comm_backend_names,
@@ -15,6 +15,7 @@ from sglang_dcp.comm.transport import PyncclTransport, TorchTransport, Transport
 
 __all__ = [
     "COMM_BACKENDS",
+    "SERVING_WAIT_S",
     "Communicator",
     "GroupInfo",
     "PyncclTransport",
@@ -22,6 +23,7 @@ __all__ = [
     "Transport",
     "a2a",
     "ag_rs",
+    "nvlink",
     "comm_backend_names",
     "register_comm_backend",
     "resolve_auto",

@@ -26,13 +26,20 @@ class GroupInfo:
         size: ranks of the group.
         device_type: "cuda" or "cpu".
         num_nodes: hosts that the group spans.
-        peer_access: every GPU of the group can map every other one's memory.
+        peer_access: every GPU of the group can map every other one's memory and do atomics there
+            (`symmetric.probe_peers`).
+        peer_reason: if not, what is missing.
     """
 
     size: int
     device_type: str
     num_nodes: int = 1
     peer_access: bool = False
+    peer_reason: str = ""
+
+
+#: Limit of a kernel's wait for a peer once the server is ready (`Communicator.set_wait_limit`).
+SERVING_WAIT_S = 30.0
 
 
 class Communicator(ABC):
@@ -84,8 +91,7 @@ class Communicator(ABC):
         self.dtype = dtype
         self.device = torch.device(device)
         self._buffers: dict[str, Scratch] = {}
-        self._add_buffer("q_send", max_tokens * self.local_heads * self.q_dim, dtype)
-        self._add_buffer("q_all", max_tokens * num_heads * self.q_dim, dtype)
+        self._add_q_buffers()
         self._add_buffer("merged", max_tokens * self.local_heads * kv_lora_rank, dtype)
 
     @classmethod
@@ -106,8 +112,9 @@ class Communicator(ABC):
             q_pe: [B, Hl, R], the same.
 
         Returns:
-            q_all [B, H, D+R] with strides (D+R, B*(D+R), 1): a view of heads-first storage, which
-            is what an all-gather yields without a copy. Valid until the next `gather_q`.
+            q_all [B, H, D+R], last dim contiguous, valid until the next `gather_q`. Here strides
+            are (D+R, B*(D+R), 1): a view of heads-first storage, which is what an all-gather
+            yields without a copy.
         """
         num_tokens = q_nope.shape[0]
         send = self._take("q_send", self.local_heads, num_tokens, self.q_dim)
@@ -140,23 +147,37 @@ class Communicator(ABC):
 
         To be called by all ranks, before KV memory is profiled and graphs are captured.
         """
-        shape = (self.max_tokens, self.num_heads, self.kv_lora_rank)
-        zeros = torch.zeros(self.q_dim, dtype=self.dtype, device=self.device)
-        rows = zeros.expand(self.max_tokens, self.local_heads, self.q_dim)
-        self.gather_q(rows[..., : self.kv_lora_rank], rows[..., self.kv_lora_rank :])
-        lse = torch.zeros(shape[:2], device=self.device)
-        local_lens = torch.ones(
-            self.dcp_size, self.max_tokens, dtype=torch.int32, device=self.device
-        )
-        for lse_base in ("e", "2"):
-            o = zeros[: self.kv_lora_rank].expand(shape)
-            self.exchange_merge(o, lse, lse_base, local_lens)
+        self.run_once(self.max_tokens)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def run_once(self, num_tokens: int) -> None:
+        """Gather and exchange num_tokens rows of zeros, with LSEs in either base."""
+        shape = (num_tokens, self.num_heads, self.kv_lora_rank)
+        zeros = torch.zeros(self.q_dim, dtype=self.dtype, device=self.device)
+        rows = zeros.expand(num_tokens, self.local_heads, self.q_dim)
+        lse = torch.zeros(shape[:2], device=self.device)
+        local_lens = torch.ones(self.dcp_size, num_tokens, dtype=torch.int32, device=self.device)
+        for lse_base in ("e", "2"):
+            self.gather_q(rows[..., : self.kv_lora_rank], rows[..., self.kv_lora_rank :])
+            o = zeros[: self.kv_lora_rank].expand(shape)
+            self.exchange_merge(o, lse, lse_base, local_lens)
+
+    def set_wait_limit(self, seconds: float) -> None:  # noqa: B027  a backend may have nothing to do
+        """How long kernels of this backend wait for a peer; libraries have their own limits."""
+
+    def failure(self) -> str | None:
+        """After a CUDA error: which wait for which peer ended it, if this backend knows."""
+        return None
 
     def destroy(self) -> None:
         """Release the buffers; graphs captured with them must not be replayed afterwards."""
         self._buffers.clear()
+
+    def _add_q_buffers(self) -> None:
+        """Buffers of `gather_q`."""
+        self._add_buffer("q_send", self.max_tokens * self.local_heads * self.q_dim, self.dtype)
+        self._add_buffer("q_all", self.max_tokens * self.num_heads * self.q_dim, self.dtype)
 
     def _add_buffer(self, name: str, num_elements: int, dtype: torch.dtype) -> None:
         self._buffers[name] = Scratch(num_elements, dtype, self.device)

@@ -21,6 +21,8 @@ class Transport(Protocol):
 
     rank: int
     size: int
+    # for host collectives; CPU tensors and objects
+    process_group: dist.ProcessGroup | None
 
     def all_gather(self, out: torch.Tensor, inp: torch.Tensor) -> None:
         """Concatenate inp of every rank into out: out.numel() == N * inp.numel()."""
@@ -40,21 +42,21 @@ class TorchTransport:
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
-        self._group = process_group
+        self.process_group = process_group
         self.rank: int = dist.get_rank(process_group)
         self.size: int = dist.get_world_size(process_group)
 
     def all_gather(self, out: torch.Tensor, inp: torch.Tensor) -> None:
         _check_sizes(out, inp, self.size, 1)
-        dist.all_gather_into_tensor(out.view(-1), inp.view(-1), group=self._group)
+        dist.all_gather_into_tensor(out.view(-1), inp.view(-1), group=self.process_group)
 
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor) -> None:
         _check_blocks(out, inp, self.size)
-        dist.all_to_all_single(out.view(-1), inp.view(-1), group=self._group)
+        dist.all_to_all_single(out.view(-1), inp.view(-1), group=self.process_group)
 
     def reduce_scatter(self, out: torch.Tensor, inp: torch.Tensor) -> None:
         _check_sizes(out, inp, 1, self.size)
-        dist.reduce_scatter_tensor(out.view(-1), inp.view(-1), group=self._group)
+        dist.reduce_scatter_tensor(out.view(-1), inp.view(-1), group=self.process_group)
 
 
 class PyncclTransport:
@@ -65,7 +67,7 @@ class PyncclTransport:
     peers lazily: call `Communicator.warm_up` before the first capture.
 
     Args:
-        comm: a PyNcclCommunicator (duck-typed: rank, world_size, available, disabled,
+        comm: a PyNcclCommunicator (duck-typed: rank, world_size, group, available, disabled,
             change_state, group_start, group_end, send, recv, all_gather, reduce_scatter).
 
     Raises:
@@ -80,6 +82,7 @@ class PyncclTransport:
                 " Check SGLANG_NCCL_SO_PATH, or serve without --dcp-size."
             )
         self._comm = comm
+        self.process_group: dist.ProcessGroup | None = comm.group
         self.rank: int = comm.rank
         self.size: int = comm.world_size
 

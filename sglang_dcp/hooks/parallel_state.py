@@ -17,6 +17,7 @@ from sglang_dcp.comm import (
     Transport,
     resolve_auto,
 )
+from sglang_dcp.comm.symmetric import probe_peers
 from sglang_dcp.layout import dcp_groups
 
 logger = logging.getLogger(__name__)
@@ -29,18 +30,6 @@ def _max_decode_tokens(server_args: Any) -> int:
     return max(max(sizes), 64)
 
 
-def _all_have_peer_access(coordinator: Any) -> bool:
-    """Whether every GPU of the group can map every other one's memory; decided together."""
-    own = torch.cuda.current_device()
-    devices: list[int] = [0] * coordinator.world_size
-    torch.distributed.all_gather_object(devices, own, group=coordinator.cpu_group)
-    others = [device for device in devices if device != own]
-    able = all(torch.cuda.can_device_access_peer(own, device) for device in others)
-    answers = [False] * coordinator.world_size
-    torch.distributed.all_gather_object(answers, able, group=coordinator.cpu_group)
-    return all(answers)
-
-
 def _make_communicator(server_args: Any, coordinator: Any) -> Communicator:
     on_gpu = server_args.device == "cuda"
     transport: Transport = (
@@ -50,10 +39,15 @@ def _make_communicator(server_args: Any, coordinator: Any) -> Communicator:
     )
     model_config = server_args.get_model_config()
     attn_tp_size = parallel_state.get_attn_tp_group().world_size
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    able, why = False, "not asked for"  # the trial maps memory, so only for who wants it
+    if on_gpu and server_args.dcp_comm_backend == "nvlink":
+        able, why = probe_peers(device, coordinator.cpu_group)
     group_info = GroupInfo(
         size=coordinator.world_size,
         device_type=server_args.device,
-        peer_access=on_gpu and _all_have_peer_access(coordinator),
+        peer_access=able,
+        peer_reason=why,
     )
     name, reason = resolve_auto(server_args.dcp_comm_backend, group_info)
     logger.info(f"DCP group {coordinator.ranks}: communicator {name} ({reason}).")
@@ -64,7 +58,7 @@ def _make_communicator(server_args: Any, coordinator: Any) -> Communicator:
         qk_rope_head_dim=model_config.qk_rope_head_dim,
         max_tokens=_max_decode_tokens(server_args),
         dtype=model_config.dtype,
-        device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"),
+        device=device,
     )
     comm.warm_up()
     return comm

@@ -1,11 +1,13 @@
 """Hooks on sglang.srt.managers.scheduler: the second phase of activation, and its proof."""
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from sglang_dcp import counters, state
+from sglang_dcp.comm import SERVING_WAIT_S
 from sglang_dcp.hooks import registry, table
 from sglang_dcp.hooks.startup_log import startup_lines
 
@@ -40,6 +42,7 @@ def before_configure_scheduler_process(server_args: Any, *args: Any, **kwargs: A
 def after_get_init_info(result: dict[str, Any], self: Any) -> dict[str, Any]:
     """AFTER Scheduler.get_init_info: tell the launcher that this scheduler really is striped."""
     dcp = state.get_state()
+    dcp.comm.set_wait_limit(SERVING_WAIT_S)  # loading and capturing are over
     pool = self.token_to_kv_pool_allocator.get_kvcache()
     if torch.distributed.get_rank() == 0:
         logger.info("\n".join(startup_lines(self, pool)))
@@ -50,6 +53,20 @@ def after_get_init_info(result: dict[str, Any], self: Any) -> dict[str, Any]:
         "dcp_kv_rows_per_rank": pool.size,
         "dcp_physical_page_size": pool.page_size,
     }
+
+
+def around_run_event_loop(original: Callable[..., None], self: Any) -> None:
+    """AROUND Scheduler.run_event_loop: name the peer if a wait for it ended the CUDA context.
+
+    The exception goes on to upstream, which logs it and ends the server.
+    """
+    try:
+        original(self)
+    except Exception:
+        reason = state.get_state().comm.failure()
+        if reason is not None:
+            logger.error(reason)
+        raise
 
 
 def after_get_internal_state(result: Any, self: Any, recv_req: Any) -> Any:

@@ -167,6 +167,16 @@ DCP: tuple[Patch, ...] = (
         test="tests/test_launch_refusals.py::test_scheduler_without_plugin",
     ),
     Patch(
+        name="event-loop",
+        target=_SCHEDULER + "Scheduler.run_event_loop",
+        kind="around",
+        params=("self",),
+        hook=_HOOKS + "scheduler:around_run_event_loop",
+        why="a CUDA error alone does not say which peer a kernel waited for",
+        remove_when=_NATIVE,
+        test="tests/test_launch_refusals.py::test_failed_wait_is_named",
+    ),
+    Patch(
         name="groups",
         target=_SRT + "distributed.parallel_state.initialize_model_parallel",
         kind="after",

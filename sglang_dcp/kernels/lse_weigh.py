@@ -136,6 +136,8 @@ def weigh_partial(
         BLOCK_H=BLOCK_HEADS,
         BLOCK_D=triton.next_power_of_2(dim),
         num_warps=NUM_WARPS,
+        # The same roundings in every kernel that merges: contracted or not, a*b + c differs.
+        enable_fp_fusion=False,
     )
     return weighed
 

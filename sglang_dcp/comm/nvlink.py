@@ -1,0 +1,252 @@
+"""`nvlink`: one kernel gathers the queries, one kernel exchanges and merges. No NCCL, no packing.
+
+Ranks store into each other's symmetric memory; the protocol is in `kernels.peer_signal`. Buffers
+are sized once for the largest decode batch and never move, so graphs of all batch sizes share them
+with eager calls. Larger eager batches (prefill that moves queries, graphs off) go over `a2a`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import triton
+
+from sglang_dcp.comm.a2a import A2ACommunicator
+from sglang_dcp.comm.base import Communicator, GroupInfo
+from sglang_dcp.comm.registry import register_comm_backend
+from sglang_dcp.comm.symmetric import SymmetricBuffer, rendezvous
+from sglang_dcp.comm.transport import Transport
+from sglang_dcp.kernels.lse_merge import LseBase
+from sglang_dcp.kernels.nvlink_exchange import MAX_SLICES, nvlink_exchange
+from sglang_dcp.kernels.nvlink_gather_q import nvlink_gather_q
+from sglang_dcp.kernels.peer_signal import (
+    FLAG_WORDS,
+    REPORT_WORDS,
+    PeerState,
+    Tiling,
+    resident_programs,
+)
+
+MAX_LANES = 512
+# While ranks compile, load and capture they may be minutes apart; in serving they are not.
+START_UP_WAIT_S = 600.0
+_NUM_WARPS = 4
+_THREADS = 32 * _NUM_WARPS
+_VEC_BYTES = 16
+_REGION_ALIGN = 256
+
+Allocate = Callable[[int], SymmetricBuffer]
+
+
+def exchange_tiling(num_rows: int, row_bytes: int, num_ranks: int, max_programs: int) -> Tiling:
+    """Division of the exchange: 16 bytes a thread and step, more where the grid is full.
+
+    Args:
+        num_rows: B * Hl.
+        row_bytes: bytes of one output row.
+        num_ranks: N; a step loads its rows for all N-1 peers at once, which bounds it by registers.
+        max_programs: largest grid.
+    """
+    unit = max(1, triton.next_power_of_2(_THREADS * _VEC_BYTES // row_bytes))
+    most = unit * max(1, min(4, 8 // triton.next_power_of_2(num_ranks - 1)))
+    block = unit
+    while block < most and num_rows > block * max_programs:
+        block *= 2
+    items = triton.cdiv(num_rows, block)
+    steps = triton.cdiv(items, max_programs)
+    return Tiling(block, _NUM_WARPS, triton.cdiv(items, steps), min(steps, 2))
+
+
+def gather_tiling(num_chunks: int, max_programs: int) -> Tiling:
+    """Division of the gather's 16-byte chunks: one to four for a thread and step."""
+    block = _THREADS
+    while block < 4 * _THREADS and num_chunks > block * max_programs:
+        block *= 2
+    items = triton.cdiv(num_chunks, block)
+    steps = triton.cdiv(items, max_programs)
+    return Tiling(block, _NUM_WARPS, triton.cdiv(items, steps))
+
+
+@register_comm_backend("nvlink")
+class NvlinkCommunicator(Communicator):
+    """Peer stores within one node; see `Communicator` for the contract.
+
+    All calls must be on one stream, and every `gather_q` whose result is read must be followed by
+    an `exchange_merge` on that stream (see `kernels.nvlink_gather_q`).
+
+    Args:
+        transport: names the group, and carries batches above max_tokens.
+        allocate: from bytes to this rank's symmetric buffer; by default a rendezvous of the
+            transport's process group.
+        dims: as for `Communicator`.
+
+    Raises:
+        RuntimeError: a rank cannot map the buffers; raised on all ranks.
+    """
+
+    # Below a2a: opt-in until it has served on several GPUs, which its tests on one cannot show.
+    priority = 5
+
+    def __init__(
+        self, transport: Transport, *, allocate: Allocate | None = None, **dims: Any
+    ) -> None:
+        super().__init__(transport, **dims)
+        self._row_capacity = max(4, -(-self.max_tokens * self.local_heads // 4) * 4)
+        self._offsets, num_bytes = self._regions()
+        self._symmetric = (allocate or self._rendezvous)(num_bytes)
+        assert self._symmetric.rank == self.rank, (self._symmetric.rank, self.rank)
+        assert self._symmetric.size == self.dcp_size, (self._symmetric.size, self.dcp_size)
+        self.max_programs = min(MAX_LANES, resident_programs(self._symmetric.num_sms, _NUM_WARPS))
+        self._limit_ns = torch.empty(1, dtype=torch.int64, device=self.device)
+        self.set_wait_limit(START_UP_WAIT_S)
+        self._tables = {name: self._symmetric.table(at) for name, at in self._offsets.items()}
+        self._exchange_state = self._peer_state("exchange_flags")
+        self._gather_state = self._peer_state("gather_flags")
+        # all its buffers are temporaries
+        self._large = A2ACommunicator(transport, **{**dims, "max_tokens": 0})
+
+    @classmethod
+    def is_available(cls, group_info: GroupInfo) -> tuple[bool, str]:
+        """One node of CUDA GPUs that `symmetric.probe_peers` found able, on every rank."""
+        if group_info.device_type != "cuda":
+            return False, f"needs CUDA GPUs, not {group_info.device_type}"
+        if group_info.size not in (2, 4, 8):
+            return False, f"serves 2, 4 or 8 ranks, not {group_info.size}"
+        if group_info.num_nodes != 1:
+            return False, f"serves one node, not {group_info.num_nodes}"
+        if not group_info.peer_access:
+            return False, group_info.peer_reason or "needs peer access between all GPUs"
+        return True, "one node with peer access"
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of all static buffers of this rank, symmetric memory included."""
+        symmetric = self._symmetric.local.nbytes if self._buffers else 0
+        return super().buffer_bytes + symmetric
+
+    def gather_q(self, q_nope: torch.Tensor, q_pe: torch.Tensor) -> torch.Tensor:
+        """See `Communicator.gather_q`; up to max_tokens, q_all is [B, H, D+R] contiguous."""
+        num_tokens = q_nope.shape[0]
+        assert self._buffers, "NvlinkCommunicator was destroyed"
+        if num_tokens > self.max_tokens:
+            return self._large.gather_q(q_nope, q_pe)
+        assert q_nope.dtype == self.dtype, (q_nope.dtype, self.dtype)
+        if num_tokens:
+            row_bytes = self.q_dim * self.dtype.itemsize
+            num_chunks = num_tokens * self.local_heads * row_bytes // _VEC_BYTES
+            tiling = gather_tiling(num_chunks, self.max_programs)
+            nvlink_gather_q(q_nope, q_pe, self._tables["q"], self._gather_state, tiling)
+        num_elements = num_tokens * self.num_heads * self.q_dim
+        q_bytes = self._symmetric.local[self._offsets["q"] :][: num_elements * self.dtype.itemsize]
+        return q_bytes.view(self.dtype).view(num_tokens, self.num_heads, self.q_dim)
+
+    def exchange_merge(
+        self, o: torch.Tensor, lse: torch.Tensor, lse_base: LseBase, local_lens: torch.Tensor
+    ) -> torch.Tensor:
+        """See `Communicator.exchange_merge`; ranks are summed in order 0..N-1 on every rank."""
+        num_tokens = o.shape[0]
+        if num_tokens > self.max_tokens:
+            return self._large.exchange_merge(o, lse, lse_base, local_lens)
+        assert o.dtype == self.dtype, (o.dtype, self.dtype)
+        merged = self._take("merged", num_tokens, self.local_heads, self.kv_lora_rank)
+        if num_tokens == 0:
+            return merged
+        row_bytes = self.kv_lora_rank * self.dtype.itemsize
+        num_rows = num_tokens * self.local_heads
+        return nvlink_exchange(
+            o,
+            lse,
+            lse_base,
+            local_lens,
+            merged,
+            self._tables["o"],
+            self._tables["lse"],
+            self._row_capacity,
+            self._exchange_state,
+            exchange_tiling(num_rows, row_bytes, self.dcp_size, self.max_programs),
+        )
+
+    def warm_up(self) -> None:
+        """Compile for every batch size class and connect what larger batches need.
+
+        Starts after a host barrier, with the long wait limit. To be called by all ranks.
+        """
+        self._symmetric.host_barrier()
+        num_tokens = 1
+        while num_tokens < self.max_tokens:
+            self.run_once(num_tokens)
+            num_tokens *= 2
+        self._large.run_once(1)
+        super().warm_up()
+
+    def set_wait_limit(self, seconds: float) -> None:
+        """Bound every later wait of the kernels, those of captured graphs included.
+
+        A wait that runs out records (rank, peer, lane, epoch) for `failure` and ends the CUDA
+        context with an error.
+        """
+        self._limit_ns.fill_(int(seconds * 1e9))
+
+    def failure(self) -> str | None:
+        """What the first recorded wait that ran out says, or None; works after the CUDA error."""
+        for name, state in (("exchange", self._exchange_state), ("gather", self._gather_state)):
+            for rank, peer, lane, epoch in state.report.tolist():
+                if rank >= 0:
+                    return (
+                        f"DCP rank {rank} waited for rank {peer} in the {name} kernel (lane {lane},"
+                        f" epoch {epoch}) until its limit: rank {peer} died or hangs. See its log."
+                    )
+        return None
+
+    def destroy(self) -> None:
+        """Release all buffers; the mapping goes when torch has synchronized the device."""
+        if self._buffers:
+            self._large.destroy()
+            self._tables.clear()
+            del self._symmetric
+        super().destroy()
+
+    def _add_q_buffers(self) -> None:
+        """None: queries go from where they lie into symmetric memory."""
+
+    def _regions(self) -> tuple[dict[str, int], int]:
+        """Offset of each region of the symmetric buffer, and its size, in bytes."""
+        item = self.dtype.itemsize
+        slots = 2 * (self.dcp_size - 1) * self._row_capacity
+        flag_bytes = MAX_LANES * FLAG_WORDS * 4
+        sizes = {
+            "o": slots * self.kv_lora_rank * item,
+            "lse": slots * 4,
+            "q": self.max_tokens * self.num_heads * self.q_dim * item,
+            "exchange_flags": MAX_SLICES * flag_bytes,
+            "gather_flags": flag_bytes,
+        }
+        offsets, end = {}, 0
+        for name, size in sizes.items():
+            offsets[name] = end
+            end += -(-size // _REGION_ALIGN) * _REGION_ALIGN
+        return offsets, end
+
+    def _rendezvous(self, num_bytes: int) -> SymmetricBuffer:
+        group = self.transport.process_group or dist.group.WORLD
+        assert group is not None, "torch.distributed is not initialized"
+        return rendezvous(num_bytes, self.device, group)
+
+    def _peer_state(self, flags: str) -> PeerState:
+        report = torch.full(
+            (MAX_LANES, REPORT_WORDS),
+            -1,
+            dtype=torch.int32,
+            pin_memory=self.device.type == "cuda",
+        )
+        return PeerState(
+            rank=self.rank,
+            num_ranks=self.dcp_size,
+            flags=self._tables[flags],
+            counters=torch.zeros(MAX_LANES, dtype=torch.int32, device=self.device),
+            limit_ns=self._limit_ns,
+            report=report,
+        )

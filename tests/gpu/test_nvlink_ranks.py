@@ -1,0 +1,180 @@
+"""`nvlink` between real GPUs: rendezvous, capture and replay in any mix, eager calls, teardown.
+
+Needs torch, triton and pytest only, and two or more GPUs with peer access.
+"""
+
+import dataclasses
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from virtual_nvlink import (
+    own_merge,
+    poison,
+    random_partials,
+    random_queries,
+    start_at,
+    states,
+    wrap,
+)
+
+from sglang_dcp.comm import TorchTransport
+from sglang_dcp.comm.nvlink import NvlinkCommunicator
+from sglang_dcp.comm.symmetric import probe_peers
+
+NUM_GPUS = torch.cuda.device_count()
+pytestmark = [
+    pytest.mark.multi_gpu,
+    pytest.mark.skipif(NUM_GPUS < 2, reason="needs two CUDA GPUs with peer access"),
+]
+DIM, ROPE, MAX_TOKENS = 512, 64, 64
+EPOCH = 2**31 - 40
+
+
+def connect(rank, size):
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    host_group = dist.group.WORLD
+    able, reason = probe_peers(device, host_group)
+    assert able, reason
+    transport = TorchTransport(dist.new_group(backend="nccl"))
+    return device, transport
+
+
+def make_comm(device, transport, num_heads, dtype, jitter_us=0):
+    comm = NvlinkCommunicator(
+        transport,
+        num_heads=num_heads,
+        kv_lora_rank=DIM,
+        qk_rope_head_dim=ROPE,
+        max_tokens=MAX_TOKENS,
+        dtype=dtype,
+        device=device,
+    )
+    comm.warm_up()
+    comm.set_wait_limit(20)
+    for name in ("_exchange_state", "_gather_state"):
+        setattr(comm, name, dataclasses.replace(getattr(comm, name), jitter_us=jitter_us))
+    torch.cuda.synchronize()
+    dist.barrier()
+    return comm
+
+
+class Layers:
+    """Three layers of one batch size: static inputs, and what this rank computed."""
+
+    def __init__(self, comm, num_tokens, num_heads, dtype, device):
+        size = comm.dcp_size
+        self.comm = comm
+        self.queries = [
+            random_queries(size, num_tokens, num_heads // size, DIM, ROPE, dtype, device)
+            for _ in range(3)
+        ]
+        self.partials = [
+            random_partials(size, num_tokens, num_heads, DIM, dtype, device) for _ in range(3)
+        ]
+        self.got_q = [torch.empty_like(q[2]) for q in self.queries]
+        shape = (num_tokens, num_heads // size, DIM)
+        self.got = [torch.empty(shape, dtype=dtype, device=device) for _ in range(3)]
+
+    def run(self):
+        rank = self.comm.rank
+        for i in range(3):
+            nope, pe, _ = self.queries[i]
+            self.got_q[i].copy_(self.comm.gather_q(nope[rank], pe[rank]))
+            o, lse, lens = self.partials[i]
+            self.got[i].copy_(self.comm.exchange_merge(o[rank], lse[rank], "e2"[i % 2], lens))
+
+    def clear(self):
+        for t in (*self.got_q, *self.got):
+            t.fill_(float("nan"))
+
+    def wrong(self):
+        rank = self.comm.rank
+        return [
+            i
+            for i in range(3)
+            if not torch.equal(self.got_q[i], self.queries[i][2])
+            or not torch.equal(self.got[i], own_merge(rank, *self.partials[i], "e2"[i % 2]))
+        ]
+
+
+def mixed_steps(rank, size, num_heads, dtype, jitter_us, seed):
+    device, transport = connect(rank, size)
+    comm = make_comm(device, transport, num_heads, dtype, jitter_us)
+    torch.manual_seed(seed)  # all ranks know all inputs
+    pick = random.Random(seed)  # and take the same steps
+    layers = {
+        n: Layers(comm, n, num_heads, dtype, device) for n in (1, 2, 3, 16, 63, MAX_TOKENS, 100)
+    }
+    graphs = {}
+    for n in (MAX_TOKENS, 16, 2, 1):
+        layers[n].run()
+        torch.cuda.synchronize()
+        dist.barrier()
+        graphs[n] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[n]):
+            layers[n].run()
+    torch.cuda.synchronize()
+    dist.barrier()
+    start_at(comm, EPOCH)
+    torch.cuda.synchronize()
+    dist.barrier()
+    wrong, ran, epoch = [], set(), EPOCH
+    for step in range(120):
+        n = pick.choice(list(layers))
+        replay = n in graphs and pick.random() < 0.7
+        layers[n].clear()
+        if step % 4 == rank % 4:
+            time.sleep(0.002 * random.random())
+        graphs[n].replay() if replay else layers[n].run()
+        ran.add(n)
+        epoch += 3 if n <= MAX_TOKENS else 0
+        poison(comm, epoch)
+        if pick.random() < 0.3:
+            wrong += [(step, n, i) for i in layers[n].wrong()]
+    wrong += [(n, i) for n in ran for i in layers[n].wrong()]
+    assert all(state.counters.eq(wrap(epoch)).all() for state in states(comm))
+    torch.cuda.synchronize()
+    assert comm.failure() is None
+    # a second communicator on the same GPUs, after the first one is gone
+    graphs.clear()
+    comm.destroy()
+    second = make_comm(device, transport, num_heads, dtype)
+    again = Layers(second, 5, num_heads, dtype, device)
+    again.run()
+    wrong += [("second", i) for i in again.wrong()]
+    second.destroy()
+    return wrong
+
+
+@pytest.mark.parametrize("jitter_us", [0, 30])
+@pytest.mark.parametrize("size", [n for n in (2, 4, 8) if n <= NUM_GPUS])
+@pytest.mark.parametrize(("num_heads", "dtype"), [(96, torch.bfloat16), (16, torch.float16)])
+def test_graphs_and_eager_calls_mix(size, num_heads, dtype, jitter_us, fresh_seed):
+    results = run_ranks(size, mixed_steps, num_heads, dtype, jitter_us, fresh_seed)
+    assert results == [[]] * size
+
+
+def one_leaves(rank, size):
+    device, transport = connect(rank, size)
+    comm = make_comm(device, transport, 16, torch.bfloat16)
+    comm.set_wait_limit(1.0)
+    torch.cuda.synchronize()
+    dist.barrier()
+    if rank == 0:
+        time.sleep(4)
+        return
+    comm.run_once(3)
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as e:
+        raise AssertionError(comm.failure()) from e
+
+
+def test_a_missing_rank_is_named_in_time():
+    with pytest.raises(AssertionError, match="rank 1 waited for rank 0 in the gather kernel"):
+        run_ranks(2, one_leaves, timeout_s=120)

@@ -1,0 +1,334 @@
+"""The `nvlink` communicator under Triton's interpreter: real kernels, real memory, real waits.
+
+Ranks are processes over shared memory where they must meet, and a list in one process where only
+addresses, epochs and halves matter. On a GPU: tests/gpu/test_nvlink_virtual.py.
+"""
+
+import dataclasses
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from virtual_nvlink import (
+    NoTransport,
+    batches,
+    flags,
+    half_views,
+    make_ranks,
+    own_merge,
+    poison,
+    random_partials,
+    random_queries,
+    start_at,
+    states,
+    wrap,
+)
+
+from sglang_dcp.comm import COMM_BACKENDS, GroupInfo, TorchTransport, resolve_auto
+from sglang_dcp.comm.nvlink import (
+    MAX_LANES,
+    NvlinkCommunicator,
+    exchange_tiling,
+    gather_tiling,
+)
+from sglang_dcp.comm.symmetric import probe_peers, rendezvous, virtual_rank
+from sglang_dcp.kernels import dispatch
+from sglang_dcp.kernels.peer_signal import MAX_REGISTERS, resident_programs
+from sglang_dcp.testing.peer_a2a import PeerA2A
+
+CPU = torch.device("cpu")
+DIM, ROPE, MAX_TOKENS = 32, 16, 5
+WRAP = 2**31 - 3
+
+interpreted = pytest.mark.skipif(
+    not dispatch.INTERPRETED, reason="kernels are compiled in this process"
+)
+
+
+def dims(num_heads, dtype=torch.float32, dim=DIM, max_tokens=MAX_TOKENS):
+    return {
+        "num_heads": num_heads,
+        "kv_lora_rank": dim,
+        "qk_rope_head_dim": ROPE,
+        "max_tokens": max_tokens,
+        "dtype": dtype,
+    }
+
+
+def shared_memory(folder, rank, size):
+    """A provider over files that all ranks map."""
+
+    def allocate(num_bytes):
+        mapped = [
+            torch.from_file(f"{folder}/{r}", shared=True, size=num_bytes, dtype=torch.uint8)
+            for r in range(size)
+        ]
+        dist.barrier()
+        return virtual_rank(mapped, rank, num_sms=1)
+
+    return allocate
+
+
+def serve_steps(rank, size, folder, num_heads, dtype, seed):
+    """Decode steps of alternating batches over the wrap of the epochs; all that differed."""
+    settings = dims(num_heads, dtype)
+    comm = NvlinkCommunicator(
+        TorchTransport(), allocate=shared_memory(folder, rank, size), device="cpu", **settings
+    )
+    a2a = COMM_BACKENDS["a2a"](TorchTransport(), device="cpu", **settings)
+    comm.max_programs = 3
+    start_at(comm, WRAP)
+    dist.barrier()
+    torch.manual_seed(seed)  # every rank knows all ranks' inputs
+    wrong = []
+    for step, num_tokens in enumerate(batches(MAX_TOKENS, 5)):
+        queries = random_queries(size, num_tokens, num_heads // size, DIM, ROPE, dtype, CPU)
+        o, lse, lens = random_partials(size, num_tokens, num_heads, DIM, dtype, CPU)
+        lse_base = "e2"[step % 2]
+        time.sleep(0.02 * ((step + rank) % 3))
+        q_all = comm.gather_q(queries[0][rank], queries[1][rank])
+        assert q_all.is_contiguous()
+        if not torch.equal(q_all, queries[2]):
+            wrong.append((step, "gather"))
+        time.sleep(0.02 * ((step + 2 * rank) % 3))
+        merged = comm.exchange_merge(o[rank], lse[rank], lse_base, lens).clone()
+        if not torch.equal(merged, own_merge(rank, o, lse, lens, lse_base)):
+            wrong.append((step, "exchange"))
+        if step == 3 and not torch.equal(
+            merged, a2a.exchange_merge(o[rank], lse[rank], lse_base, lens)
+        ):
+            wrong.append((step, "a2a"))
+        poison(comm, WRAP + 1 + step)
+        for state in states(comm):
+            assert state.counters.eq(wrap(WRAP + 1 + step)).all()
+    # above max_tokens: over a2a, on temporaries, and peer memory goes on working
+    o, lse, lens = random_partials(size, MAX_TOKENS + 2, num_heads, DIM, dtype, CPU)
+    large = comm.exchange_merge(o[rank], lse[rank], "e", lens)
+    if not torch.equal(large, own_merge(rank, o, lse, lens, "e")):
+        wrong.append("large batch")
+    comm.run_once(2)
+    assert comm.failure() is None
+    return wrong
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("size", "num_heads", "dtype"), [(2, 12, torch.bfloat16), (4, 8, torch.float16)]
+)
+def test_ranks_meet_in_shared_memory(tmp_path, fresh_seed, size, num_heads, dtype):
+    args = (str(tmp_path), num_heads, dtype, fresh_seed)
+    assert run_ranks(size, serve_steps, *args, interpret=True) == [[]] * size
+
+
+def run_in_turn(comms, epoch, step):
+    """One launch of all ranks without waits: everyone pushes, then again, and now merges.
+
+    The second round stores the same data once more, so its results are those of a launch in which
+    every push precedes every merge.
+    """
+    for comm in comms:
+        start_at(comm, epoch - 1, flag_epoch=epoch)
+    for comm in comms:
+        step(comm)
+    for comm in comms:
+        start_at(comm, epoch - 1, flag_epoch=epoch)
+    return [step(comm).clone() for comm in comms]
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("size", "num_heads", "dim", "dtype"),
+    [
+        (2, 12, 24, torch.bfloat16),
+        (4, 12, 64, torch.float32),
+        (8, 8, 32, torch.float16),
+    ],
+)
+def test_addresses_halves_and_slices(size, num_heads, dim, dtype):
+    comms = make_ranks(size, CPU, 3, **dims(num_heads, dtype, dim))
+    for epoch, num_tokens in zip((7, WRAP + 2, WRAP + 3), (5, 1, 4), strict=True):
+        lse_base = "e2"[epoch % 2]
+        for comm in comms:
+            poison(comm, epoch)
+            comm._symmetric.local[comm._offsets["q"] :][:4096].fill_(255)
+        o, lse, lens = random_partials(size, num_tokens, num_heads, dim, dtype, CPU)
+
+        def exchange(comm, o=o, lse=lse, lens=lens, base=lse_base):
+            return comm.exchange_merge(o[comm.rank], lse[comm.rank], base, lens)
+
+        others = [half_views(comm, epoch + 1)[0].clone() for comm in comms]
+        for comm, got in zip(comms, run_in_turn(comms, epoch, exchange), strict=True):
+            assert torch.equal(got, own_merge(comm.rank, o, lse, lens, lse_base))
+            assert got[0].eq(0).all()  # empty on all ranks
+        for comm, before in zip(comms, others, strict=True):
+            untouched = half_views(comm, epoch + 1)[0]
+            assert torch.equal(untouched.view(torch.uint8), before.view(torch.uint8))
+
+        nope, pe, want = random_queries(size, num_tokens, num_heads // size, dim, ROPE, dtype, CPU)
+
+        def gather(comm, nope=nope, pe=pe):
+            return comm.gather_q(nope[comm.rank], pe[comm.rank])
+
+        assert all(torch.equal(q, want) for q in run_in_turn(comms, epoch, gather))
+
+
+@interpreted
+def test_the_poison_is_seen_without_waiting():
+    """The tests above can fail: a merge before the peer's push reads the poisoned half."""
+    comms = make_ranks(2, CPU, 3, **dims(4))
+    o, lse, lens = random_partials(2, 3, 4, DIM, torch.float32, CPU)
+    start_at(comms[0], 4, flag_epoch=9)
+    poison(comms[0], 5)
+    merged = comms[0].exchange_merge(o[0], lse[0], "e", lens)
+    assert lens[1, 1] > 0
+    assert not torch.equal(merged[1], own_merge(0, o, lse, lens, "e")[1])
+
+
+@interpreted
+@pytest.mark.parametrize("call", ["exchange", "gather"])
+def test_a_dead_peer_ends_the_wait(call):
+    comm = make_ranks(4, CPU, 2, **dims(4))[2]
+    comm.set_wait_limit(0.02)
+    start_at(comm, 11)
+    flags(comm, call)[:, [0, 3]] = 13  # rank 1 never came
+    o, lse, lens = random_partials(4, 3, 4, DIM, torch.float32, CPU)
+    assert comm.failure() is None
+    calls = {
+        "exchange": lambda: comm.exchange_merge(o[2], lse[2], "e", lens),
+        "gather": lambda: comm.gather_q(o[2, :, :1], o[2, :, :1, :ROPE]),
+    }
+    with pytest.raises(Exception, match="did not arrive in time"):
+        calls[call]()
+    assert comm.failure().startswith(
+        f"DCP rank 2 waited for rank 1 in the {call} kernel (lane 0, epoch 12)"
+    )
+
+
+@interpreted
+def test_idle_lanes_do_not_fall_behind():
+    """A lane that small batches never use would look raised 2^31 epochs later."""
+    comms = make_ranks(2, CPU, 4, **dims(4, max_tokens=64))
+    for comm in comms:
+        for name in ("_exchange_state", "_gather_state"):
+            setattr(comm, name, dataclasses.replace(getattr(comm, name), refresh_epochs=4))
+        start_at(comm, 0)
+    sender, receiver = comms
+    start_at(sender, 0, flag_epoch=100)  # waits for nobody
+    for epoch in range(1, 7):
+        o, lse, lens = random_partials(2, 1, 4, DIM, torch.float32, CPU)
+        sender.exchange_merge(o[0], lse[0], "e", lens)
+        sender.gather_q(o[0, :, :2], o[0, :, :2, :ROPE])
+        for name in ("exchange", "gather"):
+            raised = flags(receiver, name)[:, 0]
+            used = int(raised.eq(epoch).sum())
+            assert used == len(raised) if epoch == 4 else 0 < used < len(raised)
+            assert raised.ge(epoch // 4 * 4).all()
+            assert flags(receiver, name)[:, 1:].eq(0).all()
+
+
+def test_tilings_fit_the_limits():
+    for size in (2, 4, 8):
+        for num_rows in (1, 2, 3, 48, 500, 3072, 12288, 100000):
+            for row_bytes in (64, 512, 1024, 2048):
+                for most in (1, 5, 512):
+                    tiling = exchange_tiling(num_rows, row_bytes, size, most)
+                    assert 1 <= tiling.grid <= most
+                    assert tiling.block & (tiling.block - 1) == 0
+                    # a thread's loads are 16 bytes
+                    assert tiling.block * row_bytes >= 32 * tiling.num_warps * 16
+                    steps = -(-num_rows // tiling.block // tiling.grid)
+                    assert tiling.slices <= max(steps, 1)
+    assert gather_tiling(1, 512).grid == 1
+    assert gather_tiling(10**6, 512).grid <= 512
+    # threads per SM times registers per thread stay within one Hopper SM
+    assert resident_programs(132, 4) == 528
+    assert resident_programs(1, 4) * 4 * 32 * MAX_REGISTERS <= 65536
+    assert resident_programs(132, 4) >= MAX_LANES
+
+
+def test_availability_and_auto():
+    def able(**facts):
+        return NvlinkCommunicator.is_available(GroupInfo(**facts))
+
+    assert able(size=8, device_type="cuda", peer_access=True) == (True, "one node with peer access")
+    assert able(size=8, device_type="cpu", peer_access=True)[1] == "needs CUDA GPUs, not cpu"
+    assert "one node, not 2" in able(size=8, device_type="cuda", num_nodes=2, peer_access=True)[1]
+    assert "not 16" in able(size=16, device_type="cuda", peer_access=True)[1]
+    info = GroupInfo(size=2, device_type="cuda", peer_reason="GPU 1 has no peer access")
+    assert able(**dataclasses.asdict(info)) == (False, "GPU 1 has no peer access")
+    assert resolve_auto("auto", info)[0] == "a2a"
+    assert resolve_auto("auto", GroupInfo(2, "cuda", peer_access=True))[0] == "a2a"  # opt-in
+    assert resolve_auto("nvlink", GroupInfo(2, "cuda", peer_access=True))[0] == "nvlink"
+    with pytest.raises(ValueError, match="nvlink cannot serve.*GPU 1 has no peer access.*a2a"):
+        resolve_auto("nvlink", info)
+
+
+def fail_together(rank, size):
+    """A rank without symmetric memory: all ranks hear of it, none hangs."""
+    import torch.distributed._symmetric_memory as symm_mem
+
+    def empty(num_bytes, dtype, device):
+        if rank == 1:
+            raise RuntimeError("out of memory")
+        return torch.empty(num_bytes, dtype=dtype)
+
+    symm_mem.empty = empty
+    torch.cuda.synchronize = lambda device: None
+    torch.cuda.can_device_access_peer = lambda a, b: True
+    torch.cuda.current_device = lambda: 0
+    messages = []
+    for call in (rendezvous, None):
+        try:
+            if call:
+                call(64, torch.device("cpu"), dist.group.WORLD)
+            else:
+                messages.append(probe_peers(torch.device("cpu"), dist.group.WORLD))
+        except RuntimeError as e:
+            messages.append(str(e))
+    return messages
+
+
+def test_one_rank_without_symmetric_memory_stops_all():
+    for raised, probed in run_ranks(2, fail_together):
+        assert "64 bytes" in raised
+        assert "rank 1: allocation: out of memory. Use --dcp-comm-backend a2a" in raised
+        assert probed[0] is False
+        assert "rank 1: allocation: out of memory" in probed[1]
+
+
+def peer_exchange(rank, size, seed):
+    torch.manual_seed(seed)
+    o, lse, lens = random_partials(size, 3, 8, DIM, torch.bfloat16, CPU)
+    o, lse, lens = o.nan_to_num().contiguous(), lse.clamp(max=9), torch.ones_like(lens)
+    peer = PeerA2A(8, DIM, ROPE, 4, torch.bfloat16, CPU)
+    assert peer.gather_q(o[0, :, :4], o[0, :, :4, :ROPE]).numel() == size * 3 * 4 * (DIM + ROPE)
+    got = [peer.exchange_merge(o[rank], lse[rank], base, lens).clone() for base in ("e", "2")]
+    return got, [own_merge(rank, o, lse, lens, base) for base in ("e", "2")]
+
+
+@interpreted
+def test_the_baseline_of_the_benchmark_merges_too(fresh_seed):
+    for got, want in run_ranks(2, peer_exchange, fresh_seed, interpret=True):
+        torch.testing.assert_close(got, want, atol=1e-2, rtol=1e-2)
+
+
+@interpreted
+def test_life_of_a_communicator():
+    comm = make_ranks(2, CPU, 2, **dims(4))[0]
+    local = comm._symmetric.local
+    assert comm.buffer_bytes > local.nbytes > 0
+    assert comm.transport == NoTransport(0, 2)
+    q = comm.gather_q(torch.empty(0, 2, DIM), torch.empty(0, 2, ROPE))
+    assert q.shape == (0, 4, DIM + ROPE)
+    merged = comm.exchange_merge(
+        torch.empty(0, 4, DIM), torch.empty(0, 4), "e", torch.empty(2, 0, dtype=torch.int32)
+    )
+    assert merged.shape == (0, 2, DIM)
+    assert all(state.counters.eq(0).all() for state in states(comm))
+    comm.destroy()
+    comm.destroy()
+    assert comm.buffer_bytes == 0
+    with pytest.raises(AssertionError, match="was destroyed"):
+        comm.gather_q(torch.empty(1, 2, DIM), torch.empty(1, 2, ROPE))

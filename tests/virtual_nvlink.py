@@ -1,0 +1,144 @@
+"""Ranks of the `nvlink` communicator in plain tensors, without a rendezvous."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from sglang_dcp.comm.nvlink import NvlinkCommunicator
+from sglang_dcp.comm.symmetric import virtual_rank
+from sglang_dcp.kernels.lse_merge import merge_partials
+from sglang_dcp.kernels.nvlink_exchange import MAX_SLICES
+from sglang_dcp.kernels.peer_signal import FLAG_WORDS, PeerState
+
+
+@dataclasses.dataclass
+class NoTransport:
+    """A transport for batches that never leave peer memory."""
+
+    rank: int
+    size: int
+    process_group = None
+
+
+def make_ranks(size, device, max_programs, **dims) -> list[NvlinkCommunicator]:
+    """All ranks of a group on one device, in one process."""
+    buffers: list[torch.Tensor] = []
+
+    def allocate(rank, num_bytes):
+        if not buffers:
+            buffers.extend(
+                torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(size)
+            )
+        return virtual_rank(buffers, rank, num_sms=max_programs)
+
+    comms = []
+    for rank in range(size):
+        comm = NvlinkCommunicator(
+            NoTransport(rank, size),
+            allocate=functools.partial(allocate, rank),
+            device=device,
+            **dims,
+        )
+        comm.max_programs = max_programs
+        comms.append(comm)
+    return comms
+
+
+def states(comm: NvlinkCommunicator) -> tuple[PeerState, PeerState]:
+    return comm._exchange_state, comm._gather_state
+
+
+def flags(comm: NvlinkCommunicator, name: str) -> torch.Tensor:
+    """int32 [slices * lanes, FLAG_WORDS]: the flags that this rank waits for."""
+    start = comm._offsets[f"{name}_flags"]
+    words = states(comm)[0].num_lanes * FLAG_WORDS * (MAX_SLICES if name == "exchange" else 1)
+    return comm._symmetric.local[start:].view(torch.int32)[:words].view(-1, FLAG_WORDS)
+
+
+def start_at(comm: NvlinkCommunicator, epoch: int, flag_epoch: int | None = None) -> None:
+    """As after launch `epoch`; with a later flag_epoch no wait ever waits."""
+    flag_epoch = epoch if flag_epoch is None else flag_epoch
+    for name, state in zip(("exchange", "gather"), states(comm), strict=True):
+        state.counters.fill_(wrap(epoch))
+        flags(comm, name).fill_(wrap(flag_epoch))
+
+
+def wrap(epoch: int) -> int:
+    """To int32, as the counters wrap."""
+    return (epoch + 2**31) % 2**32 - 2**31
+
+
+def half_views(comm: NvlinkCommunicator, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The o and lse elements of the half that launch `epoch` writes and reads."""
+    slots, rows = comm.dcp_size - 1, comm._row_capacity
+    parts = []
+    for name, dtype, row in (("o", comm.dtype, comm.kv_lora_rank), ("lse", torch.float32, 1)):
+        start, count = comm._offsets[name], slots * rows * row
+        region = comm._symmetric.local[start : start + 2 * count * dtype.itemsize].view(dtype)
+        parts.append(region.view(2, count)[epoch & 1])
+    return parts[0], parts[1]
+
+
+def poison(comm: NvlinkCommunicator, epoch: int) -> None:
+    """Fill that half with NaN: a later launch that reads it must have received everything anew.
+
+    A rank may do so on its stream right after launch `epoch`: peers write that half again in launch
+    epoch + 2 only, which they start after they saw this rank in launch epoch + 1.
+    """
+    for part in half_views(comm, epoch):
+        part.fill_(float("nan"))
+
+
+def own_merge(
+    rank: int, o: torch.Tensor, lse: torch.Tensor, lens: torch.Tensor, lse_base: str
+) -> torch.Tensor:
+    """What `a2a` computes for a rank's heads from all ranks' partials o [N, B, H, D]."""
+    local = o.shape[2] // o.shape[0]
+    heads = slice(rank * local, (rank + 1) * local)
+    return merge_partials(o[:, :, heads], lse[:, :, heads].contiguous(), lens, lse_base)
+
+
+def random_partials(
+    size: int, num_tokens: int, num_heads: int, dim: int, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """o [N, B, H, D], lse [N, B, H], lens [N, B]: empty stripes hold garbage, NaN among it.
+
+    Each rank's o is heads-first storage, as some attention kernels return it.
+    """
+    o = torch.randn(size, num_heads, num_tokens, dim, device=device, dtype=torch.float32)
+    o = o.to(dtype).transpose(1, 2)
+    lse = torch.randn(size, num_tokens, num_heads, device=device) * 4
+    lens = torch.randint(0, 3, (size, num_tokens), dtype=torch.int32, device=device)
+    lens[:, 0] = 0  # empty on all ranks
+    if num_tokens > 1:
+        lens[:, 1] = 5
+    empty = lens == 0
+    odd = torch.arange(size, device=device)[:, None] % 2 == 1
+    o.masked_fill_((empty & odd)[..., None, None], float("nan"))
+    lse.masked_fill_((empty & odd)[..., None], float("inf"))
+    return o, lse, lens
+
+
+def random_queries(
+    size: int, num_tokens: int, local_heads: int, dim: int, rope: int, dtype: torch.dtype, device
+) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
+    """Per rank q_nope (a heads-first view) and q_pe (a slice), and q_all [B, H, D+R]."""
+    nope = [
+        torch.randn(local_heads, num_tokens, dim, device=device).to(dtype).transpose(0, 1)
+        for _ in range(size)
+    ]
+    pe = [
+        torch.randn(num_tokens, local_heads, dim + rope, device=device).to(dtype)[..., dim:]
+        for _ in range(size)
+    ]
+    return nope, pe, torch.cat([torch.cat(pair, -1) for pair in zip(nope, pe, strict=True)], 1)
+
+
+def batches(max_tokens: int, count: int) -> Sequence[int]:
+    """Batch sizes that alternate between small and large ones."""
+    sizes = [1, max_tokens, 2, max_tokens - 1, max_tokens, 1, 3]
+    return [min(sizes[i % len(sizes)], max_tokens) for i in range(count)]
