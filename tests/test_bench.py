@@ -174,7 +174,8 @@ def exchange_record() -> dict[str, Any]:
         for batch in (1, 16, 64)
         for heads in (96, 128)
     ]
-    return {"hardware": "2 x H200", "date": "2026-01-01", "link_gbps": 383.0, "rows": rows}
+    record = {"hardware": "H200", "num_gpus": 2, "date": "2026-01-01T00:00:00+00:00"}
+    return {**record, "link_gbps": 383.0, "rows": rows}
 
 
 def test_figures_of_result_files(
