@@ -274,21 +274,22 @@ def entry_of(config: Config, capacity: int | None, rows: list[dict[str, Any]]) -
 
 def show(runs: list[dict[str, Any]], tp_size: int) -> None:
     """Step times as a table of at most 80 columns, on stderr."""
-    title = f"Decode step at TP {tp_size}: p50 over upstream's, the planner's floor, its prediction"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    names = ("server (KV tokens)", "shape", "p50 ms", "p95 ms", "tokens/s")
-    for name in (*names, "upstream", "floor", "predicted"):
-        table.add_column(name, justify="left" if name == names[0] else "right")
+    title = f"Decode step, TP {tp_size}; p50 over: upstream's, planner's floor, its prediction"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
+    table.add_column("server, shape", no_wrap=True)
+    for name in ("p50 ms", "p95 ms", "tokens/s", "/upstream", "/floor", "/predicted"):
+        table.add_column(name, justify="right", no_wrap=True)
     for run in runs:
         capacity = run["max_total_num_tokens"]
-        labels = [run["label"], f"({format_count(capacity)})" if capacity else ""]
-        for index, row in enumerate(run["rows"]):
-            times = f"{row['step_p50_ms']:.3f}", f"{row['step_p95_ms']:.3f}"
+        table.add_row(run["label"])
+        if capacity:
+            table.add_row(f"  {format_count(capacity)} KV tokens")
+        for row in run["rows"]:
             ratios = [row[f"ratio_to_{to}"] for to in ("upstream", "floor", "predicted")]
             table.add_row(
-                labels[index] if index < len(labels) else "",
-                row["shape"],
-                *times,
+                f"  {row['shape']}",
+                f"{row['step_p50_ms']:.3f}",
+                f"{row['step_p95_ms']:.3f}",
                 f"{row['tokens_per_s']:,.0f}",
                 *("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
                 end_section=row is run["rows"][-1],
@@ -304,21 +305,30 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     own.add_argument("--tp", type=int, default=2, metavar="N", help="GPUs (default 2)")
     own.add_argument("--dcp-size", type=int, default=2, metavar="N", help="default 2")
     own.add_argument(
-        "--comm", nargs="+", default=["a2a"], metavar="NAME", help="one DCP server each"
+        "--comm",
+        nargs="+",
+        default=["a2a"],
+        metavar="NAME",
+        help="communicators, one DCP server each (default a2a)",
     )
-    own.add_argument("--backend", default="flashmla", metavar="NAME", help="of the DCP servers")
+    own.add_argument(
+        "--backend", default="flashmla", metavar="NAME", help="attention backend of the DCP servers"
+    )
     own.add_argument(
         "--baselines",
         nargs="*",
         default=["flashmla", "flashinfer"],
         metavar="NAME",
-        help="attention backends of servers without DCP; the first is what ratios are to",
+        help="attention backends of servers without DCP (default flashmla flashinfer); ratios are "
+        "to the first",
     )
-    own.add_argument("--mem-fraction-static", type=float, default=0.6, metavar="F")
     own.add_argument(
-        "--max-batch", type=int, default=32, metavar="N", help="largest captured graph"
+        "--mem-fraction-static", type=float, default=0.6, metavar="F", help="default 0.6"
     )
-    own.add_argument("--start-timeout-s", type=float, default=300, metavar="S")
+    own.add_argument(
+        "--max-batch", type=int, default=32, metavar="N", help="largest captured graph (default 32)"
+    )
+    own.add_argument("--start-timeout-s", type=float, default=300, metavar="S", help="default 300")
     own.add_argument("--log-dir", type=Path, metavar="DIR", help="default: a temporary folder")
     parser.add_argument("--url", help="measure this running server instead of starting any")
     parser.add_argument(

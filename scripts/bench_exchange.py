@@ -19,10 +19,10 @@ import functools
 import itertools
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
@@ -34,7 +34,9 @@ import triton
 from sglang_dcp.comm import COMM_BACKENDS, TorchTransport, nvlink
 from sglang_dcp.comm.symmetric import rendezvous, virtual_rank
 from sglang_dcp.kernels.peer_signal import Tiling, resident_programs
+from sglang_dcp.testing.bench import git_hash
 from sglang_dcp.testing.peer_a2a import PEER_SOURCE, PeerA2A
+from sglang_dcp.testing.plots import plot_exchange
 
 BACKENDS = ("nvlink", "a2a", "ag_rs", "peer")
 DIM, ROPE, DTYPE = 512, 64, torch.bfloat16
@@ -44,12 +46,35 @@ CALLS_PER_GRAPH = 20
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256])
-    parser.add_argument("--heads", type=int, nargs="+", default=[32, 64, 96, 128])
-    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS))
-    parser.add_argument("--samples", type=int, default=50, help="graph replays per figure")
-    parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--plot", metavar="FILE.png")
+    parser.add_argument(
+        "--batch",
+        type=int,
+        nargs="+",
+        default=[1, 2, 4, 8, 16, 32, 64, 128, 256],
+        metavar="B",
+        help="tokens per step (default 1 2 4 ... 256)",
+    )
+    parser.add_argument(
+        "--heads",
+        type=int,
+        nargs="+",
+        default=[32, 64, 96, 128],
+        metavar="H",
+        help="query heads of the group (default 32 64 96 128)",
+    )
+    parser.add_argument(
+        "--backends",
+        nargs="+",
+        choices=BACKENDS,
+        default=list(BACKENDS),
+        metavar="NAME",
+        help=f"of {', '.join(BACKENDS)} (default all)",
+    )
+    parser.add_argument(
+        "--samples", type=int, default=50, metavar="N", help="graph replays per figure (default 50)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the result")
     parser.add_argument("--sweep", action="store_true", help="time the tilings of nvlink instead")
     parser.add_argument("--virtual", type=int, metavar="N", help="smoke test: N ranks on one GPU")
     return parser.parse_args()
@@ -180,8 +205,9 @@ def print_table(rows: list[dict[str, Any]], link_gbps: float, size: int) -> None
         print(" | ".join(cells), flush=True)
 
 
-def write_json(path: str, rows: list[dict[str, Any]], link_gbps: float, size: int) -> None:
-    report = {
+def make_report(rows: list[dict[str, Any]], link_gbps: float, size: int) -> dict[str, Any]:
+    """What a result file needs to be judged later."""
+    return {
         "hardware": torch.cuda.get_device_name(),
         "num_gpus": size,
         "versions": {
@@ -190,42 +216,12 @@ def write_json(path: str, rows: list[dict[str, Any]], link_gbps: float, size: in
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
             "peer": PEER_SOURCE,
         },
-        "git_hash": git_hash(),
+        "git_hash": git_hash() or "unknown",
         "command": " ".join(["torchrun", f"--nproc-per-node {size}", *sys.argv]),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "link_gbps": round(link_gbps, 1),
         "rows": rows,
     }
-    with open(path, "w") as f:
-        json.dump(report, f, indent=1)
-
-
-def git_hash() -> str:
-    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
-
-
-def write_plot(path: str, rows: list[dict[str, Any]], link_gbps: float, size: int) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    head_counts = sorted({row["num_heads"] for row in rows})
-    figure, axes = plt.subplots(
-        1, len(head_counts), figsize=(5 * len(head_counts), 4), squeeze=False
-    )
-    for axis, heads in zip(axes[0], head_counts, strict=True):
-        for name in BACKENDS:
-            own = [r for r in rows if (r["backend"], r["num_heads"]) == (name, heads)]
-            axis.loglog([r["batch"] for r in own], [r["p50_us"] for r in own], "o-", label=name)
-        batch = sorted({row["batch"] for row in rows})
-        limit = [received_bytes(b, heads, size) / link_gbps / 1e3 for b in batch]
-        axis.loglog(batch, limit, "k--", label="link limit")
-        axis.set(title=f"{heads} heads, {size} GPUs", xlabel="batch", ylabel="us, p50")
-        axis.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
 
 
 def num_sms() -> int:
@@ -334,10 +330,11 @@ def main() -> None:
         rows = list(measure_rows(args, device))
         if dist.get_rank() == 0:
             print_table(rows, link_gbps, size)
+            report = make_report(rows, link_gbps, size)
             if args.json:
-                write_json(args.json, rows, link_gbps, size)
+                args.json.write_text(json.dumps(report, indent=1))
             if args.plot:
-                write_plot(args.plot, rows, link_gbps, size)
+                plot_exchange(report, args.plot)
     dist.barrier()
     dist.destroy_process_group()
 

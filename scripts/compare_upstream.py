@@ -251,8 +251,8 @@ def record(args: argparse.Namespace, reports: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--tp", type=int, default=2)
-    parser.add_argument("--dcp-size", type=int, default=2)
+    parser.add_argument("--tp", type=int, default=2, metavar="N", help="ranks (default 2)")
+    parser.add_argument("--dcp-size", type=int, default=2, metavar="N", help="default 2")
     parser.add_argument(
         "--runs",
         nargs="+",
@@ -260,17 +260,38 @@ def main() -> int:
         metavar="BACKEND:COMM",
         default=[Run(b, c) for b, c in zip(("flashmla",) * 2, ("a2a", "ag_rs"), strict=True)]
         + [Run("flashinfer", "a2a"), Run("triton", "a2a")],
+        help="attention backend and communicator of each DCP server (default flashmla:a2a "
+        "flashmla:ag_rs flashinfer:a2a triton:a2a)",
     )
-    parser.add_argument("--new-tokens", type=int, default=24)
-    parser.add_argument("--long-tokens", type=int, default=100000)
-    parser.add_argument("--pool-tokens", type=int, default=131072, help="logical capacity")
-    parser.add_argument("--chunk", type=int, default=8192)
-    parser.add_argument("--parallel", type=int, default=1, help="servers at a time")
+    load = parser.add_argument_group("load, in tokens")
+    load.add_argument("--new-tokens", type=int, default=24, metavar="N", help="default 24")
+    load.add_argument(
+        "--long-tokens",
+        type=int,
+        default=100000,
+        metavar="N",
+        help="longest prompt (100000)",
+    )
+    load.add_argument(
+        "--pool-tokens", type=int, default=131072, metavar="N", help="logical capacity (131072)"
+    )
+    load.add_argument(
+        "--chunk", type=int, default=8192, metavar="N", help="chunked prefill size (default 8192)"
+    )
+    parser.add_argument("--parallel", type=int, default=1, metavar="N", help="servers at a time")
     parser.add_argument("--share-gpu", action="store_true", help="all ranks on GPU 0 (slow)")
-    parser.add_argument("--start-timeout-s", type=float, default=300)
-    parser.add_argument("--log-dir", type=Path, default=Path(tempfile.mkdtemp()))
-    parser.add_argument("--git-hash", help="where the tree is not a git checkout")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--start-timeout-s", type=float, default=300, metavar="S", help="default 300"
+    )
+    parser.add_argument(
+        "--log-dir",
+        type=Path,
+        default=Path(tempfile.mkdtemp()),
+        metavar="DIR",
+        help="logs and answers; answers found there are not asked again (default: a new folder)",
+    )
+    parser.add_argument("--git-hash", metavar="HASH", help="where the tree is not a git checkout")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the reports")
     args = parser.parse_args()
 
     work = Workload(args.dcp_size, args.long_tokens, args.pool_tokens)

@@ -61,29 +61,41 @@ def plot_decode(record: dict[str, Any], path: Path) -> None:
 
 
 def plot_exchange(record: dict[str, Any], path: Path) -> None:
-    """Two panels over the batch: exchange + merge (with the link limit), and the Q gather.
+    """Exchange + merge above, Q gather below, over the batch; one column a number of heads.
 
     Args:
         record: what `bench_exchange.py --json` writes: `link_gbps` and `rows` with `backend`,
-            `batch`, `num_heads`, `p50_us`, `p95_us`, `gbps`, `gather_p50_us`. The largest number
-            of heads up to 96 is drawn.
+            `batch`, `num_heads`, `p50_us`, `p95_us`, `gbps`, `gather_p50_us`.
         path: file to write.
     """
     pyplot = import_pyplot(f"--plot {path}")
-    heads = {row["num_heads"] for row in record["rows"]}
-    num_heads = max((n for n in heads if n <= 96), default=min(heads))
-    rows = [row for row in record["rows"] if row["num_heads"] == num_heads]
-    figure, (exchange, gather) = pyplot.subplots(1, 2, figsize=(10.5, 4.4), sharey=True)
-    for backend in _EXCHANGE_COLORS:
-        own = sorted((r for r in rows if r["backend"] == backend), key=lambda r: r["batch"])
-        _exchange_line(exchange, own, "p50_us", backend)
-        _exchange_line(gather, own, "gather_p50_us", backend)
-    _link_limit(exchange, rows, record["link_gbps"])
-    for axes, title in ((exchange, "exchange + merge"), (gather, "Q gather")):
-        _finish_exchange(axes, title, sorted({row["batch"] for row in rows}))
-    exchange.set_ylabel("us per layer (p50; band to p95)")
-    figure.suptitle(f"{record['hardware']}, {num_heads} heads x 512, {record['date']}", fontsize=11)
-    figure.tight_layout()
+    head_counts = sorted({row["num_heads"] for row in record["rows"]})
+    size = (max(6.0, 3.4 * len(head_counts)), 6.2)
+    options = {"squeeze": False, "sharex": True, "sharey": "row"}
+    figure, grid = pyplot.subplots(2, len(head_counts), figsize=size, **options)
+    for column, num_heads in enumerate(head_counts):
+        rows = [row for row in record["rows"] if row["num_heads"] == num_heads]
+        exchange, gather = grid[0][column], grid[1][column]
+        for backend in _EXCHANGE_COLORS:
+            own = sorted((r for r in rows if r["backend"] == backend), key=lambda r: r["batch"])
+            _exchange_line(exchange, own, "p50_us", backend)
+            _exchange_line(gather, own, "gather_p50_us", backend)
+        _link_limit(exchange, rows, record["link_gbps"])
+        for axes, key in ((exchange, "p50_us"), (gather, "gather_p50_us")):
+            _finish_exchange(axes, sorted({row["batch"] for row in rows}))
+            values = [row[key] for row in record["rows"]]
+            axes.set_ylim(0.5 * min(values), 1.5 * max(values))
+        exchange.set_title(f"{num_heads} heads", fontsize=10)
+        gather.set_xlabel("tokens per step (batch)")
+    grid[0][0].set_ylabel("exchange + merge, us")
+    grid[1][0].set_ylabel("Q gather, us")
+    handles, labels = grid[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=len(labels), frameon=False)
+    hardware = f"{record['num_gpus']} x {record['hardware']}"
+    figure.suptitle(
+        f"{hardware}, one layer, bf16; p50, band to p95; {record['date'][:10]}", fontsize=11
+    )
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
     _save(pyplot, figure, path)
 
 
@@ -124,23 +136,20 @@ def _exchange_line(axes: Any, rows: Sequence[dict[str, Any]], key: str, backend:
 
 def _link_limit(axes: Any, rows: Sequence[dict[str, Any]], link_gbps: float) -> None:
     """The time that the bytes of the exchange take at the link's measured rate."""
-    bytes_of = {r["batch"]: r["gbps"] * r["p50_us"] * 1e3 for r in rows if r["backend"] == "nvlink"}
-    batches = sorted(bytes_of)
-    limit_us = [bytes_of[batch] / link_gbps * 1e-3 for batch in batches]
-    if batches:
-        axes.plot(batches, limit_us, color="black", linestyle=":", label="link limit")
+    limit_us = {row["batch"]: row["gbps"] * row["p50_us"] / link_gbps for row in rows}
+    batches = sorted(limit_us)
+    times = [limit_us[batch] for batch in batches]
+    axes.plot(batches, times, color="black", linestyle=":", label="link limit")
 
 
-def _finish_exchange(axes: Any, title: str, batches: Sequence[int]) -> None:
+def _finish_exchange(axes: Any, batches: Sequence[int]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xticks(batches, [str(batch) for batch in batches])
+    axes.set_xticks(batches, [str(batch) for batch in batches], fontsize=8)
+    axes.set_yticks([n * m for n in (0.1, 1, 10, 100, 1000) for m in (1, 2, 5)])
     axes.minorticks_off()
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_xlabel("tokens per step (batch)")
-    axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False, fontsize=8)
 
 
 def _save(pyplot: Any, figure: Any, path: Path) -> None:
