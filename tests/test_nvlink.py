@@ -6,6 +6,7 @@ addresses, epochs and halves matter. On a GPU: tests/gpu/test_nvlink_virtual.py.
 
 import dataclasses
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -278,6 +279,7 @@ def fail_together(rank, size):
     torch.cuda.synchronize = lambda device: None
     torch.cuda.can_device_access_peer = lambda a, b: True
     torch.cuda.current_device = lambda: 0
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=f"GPU-{rank}")
     messages = []
     for call in (rendezvous, None):
         try:
@@ -288,6 +290,17 @@ def fail_together(rank, size):
         except RuntimeError as e:
             messages.append(str(e))
     return messages
+
+
+def share_a_gpu(rank, size):
+    """Two ranks on one GPU, each of which sees it as device 0."""
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid="GPU-0")
+    return probe_peers(torch.device("cpu"), dist.group.WORLD)
+
+
+def test_ranks_that_share_a_gpu_are_no_peers():
+    assert run_ranks(2, share_a_gpu) == [(False, "two ranks share a GPU")] * 2
 
 
 def test_one_rank_without_symmetric_memory_stops_all():
