@@ -81,7 +81,8 @@ def set_state_and_mutate(value: Any) -> None:
 
 
 original_set_state = state.set_state
-state.set_state = set_state_and_mutate
+if __name__ in ("__main__", "__mp_main__"):  # the launcher and its ranks, not who imports names
+    state.set_state = set_state_and_mutate
 
 if __name__ == "__main__":
     from sglang_dcp.launch_server import main
