@@ -89,6 +89,8 @@ def test_table_fits_80_columns(workload, pair):
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     assert any(line.startswith("PASS") for line in lines)
+    for batch in workload:  # no cell is broken over two lines
+        assert any(line.startswith(batch.name) and "yes" in line for line in lines), batch.name
 
 
 def change_token(ours: Served) -> None:

@@ -35,7 +35,7 @@ def _table(title: str, *columns: str) -> Table:
         pad_edge=False,
     )
     for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left")
+        table.add_column(column, justify="right" if index else "left", no_wrap=True)
     return table
 
 
@@ -52,7 +52,7 @@ def _prompt_table(report: Report) -> Table:
         "from cache",
         "tokens out",
         "equal",
-        "max |dlogprob|",
+        "|dlogprob|",
     )
     rows = zip(report.workload, report.batches, report.ours.results, strict=True)
     for batch, found, results in rows:
