@@ -20,7 +20,7 @@ class GpuSpec:
         bf16_flops_per_s: dense bf16 tensor-core rate, without sparsity.
         link_bytes_per_s: NVLink bandwidth in ONE direction.
         gpus_per_node: GPUs that reach each other over that link.
-        source: where the numbers come from.
+        source: where the numbers can be checked; they are the vendors' peaks, not measurements.
     """
 
     name: str
@@ -37,6 +37,7 @@ class GpuSpec:
         return self.bf16_flops_per_s / self.hbm_bytes_per_s
 
 
+# Only H200's memory was read from a device; the others are what such cards commonly report.
 _SMI = "memory: nvidia-smi memory.total; rates: "
 _GPUS = (
     GpuSpec("a100", 81920 * _MIB, 2.039e12, 312e12, 300e9, 8,
