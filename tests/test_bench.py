@@ -1,7 +1,7 @@
 """The benchmark scripts: step times, ratios, result files, and a run against a real server."""
 
-import importlib.util
 import contextlib
+import importlib.util
 import json
 import random
 import sys
