@@ -16,6 +16,7 @@ class DcpState:
         group_ranks: world ranks of the group in order.
         coordinator: SGLang's GroupCoordinator of the group (kept alive here).
         comm: the communicator that does stages 4 and 6 (+7).
+        owns_coordinator: False if it is upstream's own group of the same ranks.
     """
 
     dcp_size: int
@@ -23,6 +24,7 @@ class DcpState:
     group_ranks: tuple[int, ...]
     coordinator: Any
     comm: Communicator
+    owns_coordinator: bool = True
 
 
 _state: DcpState | None = None
@@ -52,5 +54,6 @@ def clear_state() -> None:
     if _state is None:
         return
     _state.comm.destroy()
-    _state.coordinator.destroy()
+    if _state.owns_coordinator:
+        _state.coordinator.destroy()
     _state = None
