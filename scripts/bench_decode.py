@@ -5,7 +5,7 @@
     scripts/bench_decode.py --url http://127.0.0.1:30000 --shapes 1x4096 8x131072
 
 Each server gets the same random prompts of each shape (batch x context tokens); prefill is cached
-by a first request, then 160 tokens are decoded. Step times of a self-started server come from its
+by a first request, 32 tokens warm up, then 160 are decoded. Step times of a self-started server come from its
 scheduler's "gen throughput" log lines, weights are dummies: only shapes matter for time. Those of a
 running server (--url) are taken from its stream, as a client sees them.
 """
@@ -41,6 +41,7 @@ from sglang_dcp.testing.plots import plot_decode
 from sglang_dcp.testing.server import GpuSets, Server
 
 NUM_DECODED_TOKENS = 160
+NUM_WARM_UP_TOKENS = 32
 LOG_INTERVAL_STEPS = 16
 CAPACITY_LINE = re.compile(r"max_total_num_tokens=(\d+)")
 #: Shapes of the models that can be named instead of a folder, with K3's latent geometry.
@@ -172,6 +173,7 @@ def measure(
     began = time.monotonic()
     client.generate(prompts, 1, return_logprob=False)
     prefill_s = time.monotonic() - began
+    client.generate(prompts, NUM_WARM_UP_TOKENS, return_logprob=False)
     steps_ms = read_steps(client, prompts)
     if len(steps_ms) < 3:
         raise ServerError(

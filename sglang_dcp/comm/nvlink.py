@@ -34,7 +34,6 @@ MAX_LANES = 512
 # While ranks compile, load and capture they may be minutes apart; in serving they are not.
 START_UP_WAIT_S = 600.0
 _NUM_WARPS = 4
-_THREADS = 32 * _NUM_WARPS
 _VEC_BYTES = 16
 _REGION_ALIGN = 256
 
@@ -42,32 +41,42 @@ Allocate = Callable[[int], SymmetricBuffer]
 
 
 def exchange_tiling(num_rows: int, row_bytes: int, num_ranks: int, max_programs: int) -> Tiling:
-    """Division of the exchange: 16 bytes a thread and step, more where the grid is full.
+    """Division of the exchange; the thresholds are from sweeps on two H200 (H=96, B=1..256).
+
+    A program costs a fence and a flag, so few programs that are full beat many; while the rows do
+    not fill the GPU, small programs spread them. One slice: a fence for each of several costs more
+    than the overlap that it buys.
 
     Args:
         num_rows: B * Hl.
         row_bytes: bytes of one output row.
         num_ranks: N; a step loads its rows for all N-1 peers at once, which bounds it by registers.
-        max_programs: largest grid.
+        max_programs: largest grid of programs of _NUM_WARPS.
     """
-    unit = max(1, triton.next_power_of_2(_THREADS * _VEC_BYTES // row_bytes))
-    most = unit * max(1, min(4, 8 // triton.next_power_of_2(num_ranks - 1)))
-    block = unit
-    while block < most and num_rows > block * max_programs:
+    full = num_rows > 256
+    num_warps = 2 * _NUM_WARPS if full else _NUM_WARPS
+    block = max(1, triton.next_power_of_2(32 * num_warps * _VEC_BYTES // row_bytes))
+    if num_rows > 1024 and num_ranks <= 4:
         block *= 2
-    items = triton.cdiv(num_rows, block)
-    steps = triton.cdiv(items, max_programs)
-    return Tiling(block, _NUM_WARPS, triton.cdiv(items, steps), min(steps, 2))
+    return _even(triton.cdiv(num_rows, block), block, num_warps, max(1, max_programs // (1 + full)))
 
 
 def gather_tiling(num_chunks: int, max_programs: int) -> Tiling:
-    """Division of the gather's 16-byte chunks: one to four for a thread and step."""
-    block = _THREADS
-    while block < 4 * _THREADS and num_chunks > block * max_programs:
+    """Division of the gather's 16-byte chunks, from the same sweeps: about four steps a program."""
+    num_warps = 2 * _NUM_WARPS
+    block = 32 * num_warps
+    while block < 4 * 32 * num_warps and num_chunks > block * 4 * 108:
         block *= 2
     items = triton.cdiv(num_chunks, block)
-    steps = triton.cdiv(items, max_programs)
-    return Tiling(block, _NUM_WARPS, triton.cdiv(items, steps))
+    return _even(
+        items, block, num_warps, min(max(1, max_programs // 2), 54 if items <= 216 else 124)
+    )
+
+
+def _even(items: int, block: int, num_warps: int, most_programs: int) -> Tiling:
+    """As many programs as finish `items` in the fewest steps, each with nearly as many."""
+    steps = triton.cdiv(items, most_programs)
+    return Tiling(block, num_warps, triton.cdiv(items, steps))
 
 
 @register_comm_backend("nvlink")
