@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_dcp.comm import Communicator
+from sglang_dcp.comm.shadow import Shadow
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class DcpState:
         group_ranks: world ranks of the group in order.
         coordinator: SGLang's GroupCoordinator of the group (kept alive here).
         comm: the communicator that does stages 4 and 6 (+7).
+        shadow: in shadow mode, what compares it with another one.
     """
 
     dcp_size: int
@@ -23,6 +25,7 @@ class DcpState:
     group_ranks: tuple[int, ...]
     coordinator: Any
     comm: Communicator
+    shadow: Shadow | None = None
 
 
 _state: DcpState | None = None
@@ -52,5 +55,7 @@ def clear_state() -> None:
     if _state is None:
         return
     _state.comm.destroy()
+    if _state.shadow is not None:
+        _state.shadow.destroy()
     _state.coordinator.destroy()
     _state = None
