@@ -17,7 +17,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -228,7 +228,7 @@ def run_own(
     return entry_of(config, int(capacity[0]) if capacity else None, rows)
 
 
-def run_running(args: argparse.Namespace, gpu: GpuSpec | None) -> tuple[Ground, dict[str, Any]]:
+def run_running(args: argparse.Namespace, gpu: GpuSpec | None) -> tuple[int, dict[str, Any]]:
     """Measure every shape on the server at --url."""
     client = Client(args.url)
     info = client.get("/server_info")
@@ -246,10 +246,10 @@ def run_running(args: argparse.Namespace, gpu: GpuSpec | None) -> tuple[Ground, 
     board = Board(len(args.shapes))
     with board.progress:
         rows = measure_all(client, read_stream, config, args, ground, board)
-    return ground, entry_of(config, info.get("max_total_num_tokens"), rows)
+    return ground.tp_size, entry_of(config, info.get("max_total_num_tokens"), rows)
 
 
-def run_sweep(args: argparse.Namespace, gpu: GpuSpec | None) -> tuple[Ground, list[dict[str, Any]]]:
+def run_sweep(args: argparse.Namespace, gpu: GpuSpec | None) -> Iterator[dict[str, Any]]:
     """Start, measure and stop one server after the other: baselines first."""
     folder = write_model(args.model, args.log_dir / args.model)
     ground = Ground(load_model(str(folder)), gpu, args.tp, vocab_size=4000)
@@ -257,7 +257,8 @@ def run_sweep(args: argparse.Namespace, gpu: GpuSpec | None) -> tuple[Ground, li
     configs += [Config(args.backend, args.dcp_size, comm) for comm in args.comm]
     board = Board(len(configs) * (1 + len(args.shapes)))
     with board.progress:
-        return ground, [run_own(config, folder, args, ground, board) for config in configs]
+        for config in configs:
+            yield run_own(config, folder, args, ground, board)
 
 
 def entry_of(config: Config, capacity: int | None, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -350,26 +351,34 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def save(args: argparse.Namespace, tp_size: int, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The result so far, written where --json says: a run cut short keeps what it measured."""
+    bench.add_ratios(runs)
+    hardware = f"{tp_size} x {args.gpu or bench.gpu_name()}"
+    model = args.url or args.model
+    result = bench.record("bench_decode.py", hardware, args.git_hash, model=model, runs=runs)
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1))
+    return result
+
+
 def main(argv: list[str] | None = None) -> int:
     """Measure, print, and write what was asked for; returns the exit code."""
     try:
         args = parse(argv)
         gpu = load_gpu(args.gpu) if args.gpu else find_gpu(bench.gpu_name())
+        tp_size, runs = args.tp, []
         if args.url:
-            ground, run = run_running(args, gpu)
-            runs = [run]
+            tp_size, run = run_running(args, gpu)
+            runs.append(run)
         else:
-            ground, runs = run_sweep(args, gpu)
+            for run in run_sweep(args, gpu):
+                runs.append(run)
+                save(args, tp_size, runs)
     except (ValueError, ServerError) as error:
         sys.exit(f"error: {error}")
-    bench.add_ratios(runs)
-    show(runs, ground.tp_size)
-    name = args.gpu or bench.gpu_name()
-    model = args.url or args.model
-    hardware = f"{ground.tp_size} x {name}"
-    result = bench.record("bench_decode.py", hardware, args.git_hash, model=model, runs=runs)
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1))
+    result = save(args, tp_size, runs)
+    show(runs, tp_size)
     if args.plot:
         plot_decode(result, args.plot)
     return 0

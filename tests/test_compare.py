@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sglang_dcp.testing.compare import cached_tokens, compare_results, top2_gap
+from sglang_dcp.testing.compare import cached_tokens, compare_results, logprob_spread, top2_gap
 
 
 def make_result(num_tokens: int, rng: random.Random) -> dict[str, Any]:
@@ -108,3 +108,17 @@ def test_report_is_json_and_cached_tokens(results):
 def test_lists_must_match(results, cut):
     with pytest.raises(ValueError, match="same prompts on both sides"):
         compare_results(results[:cut], results if cut else [])
+
+
+def test_spread_of_common_top_tokens_up_to_the_first_difference(results):
+    one, two = results[2], deepcopy(results[2])
+    assert logprob_spread(one, two) == 0
+    top = two["meta_info"]["output_top_logprobs"]
+    top[1][1][0] += 0.125  # the second best token counts
+    top[3][0][0] += 0.25  # and the position of the first difference
+    top[4][0][0] += 3.0  # behind it they read different tokens
+    top[2][1] = [-9.0, 700, None]  # a token that only one lists
+    two["output_ids"][3] = 700
+    assert logprob_spread(one, two) == pytest.approx(0.25)
+    top[0][0][0] = None
+    assert logprob_spread(one, two) == math.inf

@@ -133,6 +133,25 @@ def max_logprob_diff(want: Result, got: Result, end: int | None = None) -> float
     return largest
 
 
+def logprob_spread(one: Result, two: Result) -> float:
+    """Largest |logprob difference| of any token that both results list as a top token.
+
+    Positions up to and including the first difference count: both servers had read the same tokens
+    there. Needs top logprobs; 0 without common tokens, inf for a NaN.
+    """
+    parted = first_difference(0, one, two)
+    end = None if parted is None else parted.position + 1
+    tops = (result["meta_info"].get("output_top_logprobs") or [] for result in (one, two))
+    largest = 0.0
+    for mine, others in zip(*(top[:end] for top in tops), strict=False):
+        known = {entry[1]: entry[0] for entry in others}
+        for value, token, *_ in mine:
+            if token in known:
+                pair = (value, known[token])
+                largest = max(largest, math.inf if None in pair else abs(pair[0] - pair[1]))
+    return largest
+
+
 def top2_gap(result: Result, position: int) -> float | None:
     """Logprob gap between the two best tokens at an output position, if they were asked for."""
     top = result["meta_info"].get("output_top_logprobs") or []

@@ -35,7 +35,7 @@ def assert_as_upstream(report: dict) -> None:
     assert report["problems"] == []
     assert report["num_prompts"] > 100
     # bf16: as many equal prompts as upstream has between two of its own backends, or nearly
-    assert report["num_equal"] >= 0.9 * report["upstream_num_equal"]
+    assert report["num_equal"] >= 0.9 * max(report["upstream_num_equal"])
 
 
 def test_flashmla(tmp_path):
