@@ -13,7 +13,6 @@ running server (--url) are taken from its stream, as a client sees them.
 import argparse
 import json
 import random
-import re
 import sys
 import tempfile
 import time
@@ -24,7 +23,6 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from sglang_dcp.planner import GpuSpec, ModelShape, load_gpu, load_model
@@ -33,18 +31,13 @@ from sglang_dcp.planner.plot import import_pyplot
 from sglang_dcp.planner.units import format_count
 from sglang_dcp.testing import bench
 from sglang_dcp.testing.bench import Shape
+from sglang_dcp.testing.bench_servers import MODELS, Board, capacity_tokens, write_model
 from sglang_dcp.testing.client import Client, ServerError
 from sglang_dcp.testing.plots import plot_decode
 from sglang_dcp.testing.server import Server
 
 NUM_DECODED_TOKENS = 160
 LOG_INTERVAL_STEPS = 16
-CAPACITY_LINE = re.compile(r"max_total_num_tokens=(\d+)")
-#: Shapes of the models that can be named instead of a folder, with K3's latent geometry.
-MODELS: dict[str, dict[str, Any]] = {
-    "k3ish": {"num_hidden_layers": 12, "hidden_size": 6144, "num_attention_heads": 96},
-    "small": {"num_hidden_layers": 4, "hidden_size": 2048, "num_attention_heads": 32},
-}
 
 
 @dataclass(frozen=True)
@@ -63,48 +56,6 @@ class Config:
         return f"dcp{self.dcp_size} {self.backend} {self.comm}"
 
 
-def write_model(name: str, folder: Path) -> Path:
-    """A config.json for dummy weights; DeepSeek-V2 architecture, latent 512 + 64."""
-    heads = MODELS[name]["num_attention_heads"]
-    config = {
-        "architectures": ["DeepseekV2ForCausalLM"],
-        "model_type": "deepseek_v2",
-        "intermediate_size": 2048,
-        "moe_intermediate_size": 512,
-        "num_key_value_heads": heads,
-        "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "first_k_dense_replace": MODELS[name]["num_hidden_layers"],
-        "moe_layer_freq": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "topk_method": "greedy",
-        "scoring_func": "softmax",
-        "norm_topk_prob": False,
-        "routed_scaling_factor": 1.0,
-        "hidden_act": "silu",
-        "max_position_embeddings": 1 << 20,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000,
-        "rope_scaling": None,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "vocab_size": 4096,
-        "attention_bias": False,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-    } | MODELS[name]
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 def command_of(config: Config, model: Path, args: argparse.Namespace) -> tuple[str, list[str]]:
     """Module and arguments of the server of `config`."""
     command = [
@@ -119,24 +70,6 @@ def command_of(config: Config, model: Path, args: argparse.Namespace) -> tuple[s
         return "sglang.launch_server", command
     dcp = ["--dcp-size", str(config.dcp_size), "--dcp-comm-backend", config.comm]
     return "sglang_dcp.launch_server", command + dcp
-
-
-class Board:
-    """Progress on stderr: one unit for each server start and each shape."""
-
-    def __init__(self, num_units: int) -> None:
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-        self.progress = Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True))
-        self.task = self.progress.add_task("", total=num_units)
-
-    def doing(self, what: str) -> None:
-        """Show what is running now."""
-        self.progress.update(self.task, description=what)
-
-    def done(self, line: str) -> None:
-        """One unit is through; `line` stays above the bar."""
-        self.progress.console.print(line, highlight=False)
-        self.progress.advance(self.task)
 
 
 def read_log(server: Server, prompts: list[list[int]]) -> list[float]:
@@ -224,8 +157,7 @@ def run_own(
     with Server(command, log, module, start_timeout_s=args.start_timeout_s) as server:
         board.done(f"{config.label}: up in {server.startup_s:.0f} s")
         rows = measure_all(server, read_log, config, args, ground, board)
-    capacity = CAPACITY_LINE.findall(log.read_text(errors="replace"))
-    return entry_of(config, int(capacity[0]) if capacity else None, rows)
+    return entry_of(config, capacity_tokens(log.read_text(errors="replace")), rows)
 
 
 def run_running(args: argparse.Namespace, gpu: GpuSpec | None) -> tuple[Ground, dict[str, Any]]:
