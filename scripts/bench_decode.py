@@ -13,7 +13,6 @@ running server (--url) are taken from its stream, as a client sees them.
 import argparse
 import json
 import random
-import re
 import sys
 import tempfile
 import time
@@ -24,7 +23,6 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from sglang_dcp.planner import GpuSpec, ModelShape, load_gpu, load_model
@@ -33,31 +31,19 @@ from sglang_dcp.planner.plot import import_pyplot
 from sglang_dcp.planner.units import format_count
 from sglang_dcp.testing import bench
 from sglang_dcp.testing.bench import Shape
-from sglang_dcp.testing.bench_servers import MODELS, Config, command_of, write_model
+from sglang_dcp.testing.bench_servers import (
+    MODELS,
+    Board,
+    Config,
+    capacity_tokens,
+    command_of,
+    write_model,
+)
 from sglang_dcp.testing.client import Client, ServerError
 from sglang_dcp.testing.plots import plot_decode
 from sglang_dcp.testing.server import Server
 
 NUM_DECODED_TOKENS = 160
-CAPACITY_LINE = re.compile(r"max_total_num_tokens=(\d+)")
-
-
-class Board:
-    """Progress on stderr: one unit for each server start and each shape."""
-
-    def __init__(self, num_units: int) -> None:
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-        self.progress = Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True))
-        self.task = self.progress.add_task("", total=num_units)
-
-    def doing(self, what: str) -> None:
-        """Show what is running now."""
-        self.progress.update(self.task, description=what)
-
-    def done(self, line: str) -> None:
-        """One unit is through; `line` stays above the bar."""
-        self.progress.console.print(line, highlight=False)
-        self.progress.advance(self.task)
 
 
 def read_log(server: Server, prompts: list[list[int]]) -> list[float]:
@@ -151,8 +137,7 @@ def run_own(
     with Server(command, log, module, start_timeout_s=args.start_timeout_s) as server:
         board.done(f"{config.label}: up in {server.startup_s:.0f} s")
         rows = measure_all(server, read_log, config, args, ground, board)
-    capacity = CAPACITY_LINE.findall(log.read_text(errors="replace"))
-    return entry_of(config, int(capacity[0]) if capacity else None, rows)
+    return entry_of(config, capacity_tokens(log.read_text(errors="replace")), rows)
 
 
 def run_running(args: argparse.Namespace, gpu: GpuSpec | None) -> tuple[int, dict[str, Any]]:

@@ -27,7 +27,9 @@ class Fixed:
     def gather_q(self, q_nope, q_pe):
         return self.q
 
-    def exchange_merge(self, o, lse, lse_base, local_lens):
+    def exchange_merge(self, o, lse, lse_base, local_lens, merged_lse=None):
+        if merged_lse is not None:
+            merged_lse.fill_(self.merged.flatten()[0])
         return self.merged
 
     def destroy(self):
@@ -61,6 +63,18 @@ def test_bits_are_compared_not_values(dtype):
     }
     shadow.destroy()
     assert reference.destroyed
+
+
+def test_a_kept_lse_is_compared_and_stays_the_callers():
+    q, merged = torch.randn(2, 3, 8), torch.randn(2, 2, 8)
+    comm, reference = Fixed(q, merged), Fixed(q, merged.clone())
+    reference.merged[0, 0, 0] += 1
+    shadow = Shadow(comm, reference)
+    lse = torch.empty(2, 2)
+    comm.exchange_merge(q, None, "e", None, merged_lse=lse)
+    assert lse.eq(merged[0, 0, 0]).all()
+    counted = shadow.report()["exchange_merge"]
+    assert counted == {"calls": 1, "elements": merged.numel() + 4, "differing": 1 + 4}
 
 
 def serve_in_shadow(rank, size, folder, backend, flip, seed):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from sglang_dcp.comm.base import Communicator
+from sglang_dcp.kernels.lse_merge import LseBase
 
 _CALLS = ("gather_q", "exchange_merge")
 _FIELDS = ("calls", "elements", "differing")
@@ -60,18 +61,34 @@ class Shadow:
             self._compare("gather_q", got, self.reference.gather_q(q_nope, q_pe))
         return got
 
-    def _call_exchange_merge(self, o: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        got = self._exchange_merge(o, *args, **kwargs)
+    def _call_exchange_merge(
+        self,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        lse_base: LseBase,
+        local_lens: torch.Tensor,
+        merged_lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Both get the same partials; a merged LSE goes to a tensor of each, and is compared."""
+        inputs: tuple[Any, ...] = (o, lse, lse_base, local_lens)
+        kept = () if merged_lse is None else (merged_lse,)
+        got = self._exchange_merge(*inputs, *kept)
         if o.shape[0] <= self._max_tokens:
-            want = self.reference.exchange_merge(o, *args, **kwargs)
-            self._compare("exchange_merge", got, want)
+            own = tuple(torch.empty_like(t) for t in kept)
+            self._compare("exchange_merge", got, self.reference.exchange_merge(*inputs, *own))
+            for got_lse, want_lse in zip(kept, own, strict=True):
+                self._count("exchange_merge", got_lse, want_lse)
         return got
 
     def _compare(self, call: str, got: torch.Tensor, want: torch.Tensor) -> None:
+        """Count one call and its elements."""
+        self._counts[_CALLS.index(call)][0].add_(1)
+        self._count(call, got, want)
+
+    def _count(self, call: str, got: torch.Tensor, want: torch.Tensor) -> None:
         """Count on the device: -0 differs from 0, and a NaN equals the same NaN."""
         assert got.shape == want.shape, (got.shape, want.shape)
         assert got.dtype == want.dtype, (got.dtype, want.dtype)
         counts, integers = self._counts[_CALLS.index(call)], _INTEGERS[got.dtype.itemsize]
-        counts[0].add_(1)
         counts[1].add_(got.numel())
         counts[2].add_((got.view(integers) != want.view(integers)).sum())

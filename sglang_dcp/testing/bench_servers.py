@@ -1,10 +1,15 @@
-"""Servers of the benchmark scripts: dummy weights, decode graphs, one configuration each."""
+"""What the benchmark scripts share about servers: dummy models to serve, and their progress."""
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+_CAPACITY_LINE = re.compile(r"max_total_num_tokens=(\d+)")
 #: Decode steps between two of the scheduler's "gen throughput" lines.
 LOG_INTERVAL_STEPS = 16
 #: Shapes of the models that can be named instead of a folder, with K3's latent geometry.
@@ -12,22 +17,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "k3ish": {"num_hidden_layers": 12, "hidden_size": 6144, "num_attention_heads": 96},
     "small": {"num_hidden_layers": 4, "hidden_size": 2048, "num_attention_heads": 32},
 }
-
-
-@dataclass(frozen=True)
-class Config:
-    """One server to measure; `dcp_size` 1 is upstream."""
-
-    backend: str
-    dcp_size: int
-    comm: str
-
-    @property
-    def label(self) -> str:
-        """Name in tables, figures and log files."""
-        if self.dcp_size == 1:
-            return f"upstream {self.backend}"
-        return f"dcp{self.dcp_size} {self.backend} {self.comm}"
 
 
 def write_model(name: str, folder: Path) -> Path:
@@ -72,6 +61,22 @@ def write_model(name: str, folder: Path) -> Path:
     return folder
 
 
+@dataclass(frozen=True)
+class Config:
+    """One server to measure; `dcp_size` 1 is upstream."""
+
+    backend: str
+    dcp_size: int
+    comm: str
+
+    @property
+    def label(self) -> str:
+        """Name in tables, figures and log files."""
+        if self.dcp_size == 1:
+            return f"upstream {self.backend}"
+        return f"dcp{self.dcp_size} {self.backend} {self.comm}"
+
+
 def command_of(
     config: Config, model: Path, *, tp_size: int, max_batch: int, mem_fraction_static: float
 ) -> tuple[str, list[str]]:
@@ -95,3 +100,27 @@ def command_of(
         return "sglang.launch_server", command
     dcp = ["--dcp-size", str(config.dcp_size), "--dcp-comm-backend", config.comm]
     return "sglang_dcp.launch_server", command + dcp
+
+
+class Board:
+    """Progress on stderr: one unit for each server start and each shape."""
+
+    def __init__(self, num_units: int) -> None:
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+        self.progress = Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True))
+        self.task = self.progress.add_task("", total=num_units)
+
+    def doing(self, what: str) -> None:
+        """Show what is running now."""
+        self.progress.update(self.task, description=what)
+
+    def done(self, line: str) -> None:
+        """One unit is through; `line` stays above the bar."""
+        self.progress.console.print(line, highlight=False)
+        self.progress.advance(self.task)
+
+
+def capacity_tokens(log: str) -> int | None:
+    """KV tokens that a server holds, from its log; None if it does not say."""
+    found = _CAPACITY_LINE.search(log)
+    return int(found.group(1)) if found else None
