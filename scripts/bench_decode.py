@@ -132,6 +132,7 @@ def run_own(
         max_batch=args.max_batch,
         mem_fraction_static=args.mem_fraction_static,
     )
+    command += args.server_args if config.dcp_size > 1 else []
     log = args.log_dir / f"bench-{config.label.replace(' ', '-')}.log"
     board.doing(f"{config.label} starts")
     with Server(command, log, module, start_timeout_s=args.start_timeout_s) as server:
@@ -240,6 +241,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     own.add_argument(
         "--max-batch", type=int, default=32, metavar="N", help="largest captured graph (default 32)"
+    )
+    own.add_argument(
+        "--server-args",
+        nargs="*",
+        default=[],
+        metavar="ARG",
+        help="further arguments of DCP servers, as --server-args=--dcp-replicate-q-proj",
     )
     own.add_argument("--start-timeout-s", type=float, default=300, metavar="S", help="default 300")
     own.add_argument("--log-dir", type=Path, metavar="DIR", help="default: a temporary folder")

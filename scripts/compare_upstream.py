@@ -124,7 +124,7 @@ def command_of(run: Run, model: Path, args: argparse.Namespace) -> tuple[str, li
     if run.comm is None:
         return "sglang.launch_server", command
     command += ["--dcp-size", str(args.dcp_size), "--dcp-comm-backend", run.comm]
-    return "sglang_dcp.launch_server", command
+    return "sglang_dcp.launch_server", command + args.server_args
 
 
 def ask(run: Run, model: Path, work: Workload, args: argparse.Namespace) -> Answers | str:
@@ -273,6 +273,13 @@ def main() -> int:
     )
     load.add_argument(
         "--chunk", type=int, default=8192, metavar="N", help="chunked prefill size (default 8192)"
+    )
+    parser.add_argument(
+        "--server-args",
+        nargs="*",
+        default=[],
+        metavar="ARG",
+        help="further arguments of DCP servers, as --server-args=--dcp-replicate-q-proj",
     )
     parser.add_argument("--parallel", type=int, default=1, metavar="N", help="servers at a time")
     parser.add_argument("--share-gpu", action="store_true", help="all ranks on GPU 0 (slow)")
