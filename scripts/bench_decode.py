@@ -17,10 +17,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -41,7 +44,7 @@ from sglang_dcp.testing.bench_servers import (
 )
 from sglang_dcp.testing.client import Client, ServerError
 from sglang_dcp.testing.plots import plot_decode
-from sglang_dcp.testing.server import Server
+from sglang_dcp.testing.server import GpuSets, Server
 
 NUM_DECODED_TOKENS = 160
 
@@ -122,7 +125,12 @@ def measure_all(
 
 
 def run_own(
-    config: Config, folder: Path, args: argparse.Namespace, ground: Ground, board: Board
+    config: Config,
+    folder: Path,
+    gpus: GpuSets,
+    args: argparse.Namespace,
+    ground: Ground,
+    board: Board,
 ) -> dict[str, Any]:
     """Serve one configuration and measure every shape."""
     module, command = command_of(
@@ -135,7 +143,10 @@ def run_own(
     command += args.server_args if config.dcp_size > 1 else []
     log = args.log_dir / f"bench-{config.label.replace(' ', '-')}.log"
     board.doing(f"{config.label} starts")
-    with Server(command, log, module, start_timeout_s=args.start_timeout_s) as server:
+    with (
+        gpus.take() as env,
+        Server(command, log, module, env, args.start_timeout_s) as server,
+    ):
         board.done(f"{config.label}: up in {server.startup_s:.0f} s")
         rows = measure_all(server, read_log, config, args, ground, board)
     return entry_of(config, capacity_tokens(log.read_text(errors="replace")), rows)
@@ -163,15 +174,17 @@ def run_running(args: argparse.Namespace, gpu: GpuSpec | None) -> tuple[int, dic
 
 
 def run_sweep(args: argparse.Namespace, gpu: GpuSpec | None) -> Iterator[dict[str, Any]]:
-    """Start, measure and stop one server after the other: baselines first."""
+    """Start, measure and stop one server after the other (--parallel: so many at a time)."""
     folder = write_model(args.model, args.log_dir / args.model)
     ground = Ground(load_model(str(folder)), gpu, args.tp, vocab_size=4000)
     configs = [Config(backend, 1, "") for backend in args.baselines]
     configs += [Config(args.backend, args.dcp_size, comm) for comm in args.comm]
     board = Board(len(configs) * (1 + len(args.shapes)))
     with board.progress:
-        for config in configs:
-            yield run_own(config, folder, args, ground, board)
+        gpus = GpuSets(args.parallel, args.tp, torch.cuda.device_count())
+        with ThreadPoolExecutor(args.parallel) as pool:
+            run = partial(run_own, folder=folder, gpus=gpus, args=args, ground=ground, board=board)
+            yield from pool.map(run, configs)
 
 
 def entry_of(config: Config, capacity: int | None, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -249,6 +262,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="ARG",
         help="further arguments of DCP servers, as --server-args=--dcp-replicate-q-proj",
     )
+    own.add_argument(
+        "--parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="servers at a time, each on GPUs of its own (default 1)",
+    )
     own.add_argument("--start-timeout-s", type=float, default=300, metavar="S", help="default 300")
     own.add_argument("--log-dir", type=Path, metavar="DIR", help="default: a temporary folder")
     parser.add_argument("--url", help="measure this running server instead of starting any")
@@ -265,6 +285,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--git-hash", metavar="HASH", help="where the tree is no git checkout")
     args = parser.parse_args(argv)
     args.shapes = [Shape.parse(text) for text in args.shapes]
+    if args.parallel > max(1, torch.cuda.device_count() // args.tp):
+        raise ValueError(
+            f"--parallel {args.parallel} with --tp {args.tp}: servers that are timed need GPUs of "
+            f"their own, and this machine has {torch.cuda.device_count()}. Lower --parallel."
+        )
     args.log_dir = args.log_dir or Path(tempfile.mkdtemp())
     if args.plot:
         import_pyplot(f"--plot {args.plot}")

@@ -42,6 +42,7 @@ BACKENDS = ("nvlink", "a2a", "ag_rs", "peer")
 DIM, ROPE, DTYPE = 512, 64, torch.bfloat16
 LINK_BYTES = 256 << 20
 CALLS_PER_GRAPH = 20
+SWEPT_GRIDS = (48, 66, 96, 132, 264, 512)
 
 
 def parse_args() -> argparse.Namespace:
@@ -229,19 +230,20 @@ def num_sms() -> int:
 
 
 def exchange_tilings(rows: int, max_programs: int) -> Iterator[Tiling]:
-    for block, warps, slices in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8), (1, 2, 4)):
-        if block * DIM * DTYPE.itemsize < 32 * warps * 16:
-            continue
+    """16 or 32 bytes a thread, few or many programs, one to four slices."""
+    for per_thread, warps, slices in itertools.product((1, 2), (2, 8), (1, 2, 4)):
+        block = per_thread * 32 * warps * 16 // (DIM * DTYPE.itemsize)
         items = triton.cdiv(rows, block)
-        for cap in (66, 132, 264, 512):
+        for cap in SWEPT_GRIDS:
             grid = min(items, cap, max_programs, resident_programs(num_sms(), warps))
             steps = triton.cdiv(items, grid)
-            if slices <= steps and grid in (items, cap):
+            if slices <= steps:
                 yield Tiling(block, warps, triton.cdiv(items, steps), slices)
 
 
 def gather_tilings(chunks: int, max_programs: int) -> Iterator[Tiling]:
-    for per_thread, warps, cap in itertools.product((1, 2, 4), (1, 2, 4, 8), (66, 132, 264, 512)):
+    """16 to 64 bytes a thread, few or many programs."""
+    for per_thread, warps, cap in itertools.product((1, 2, 4), (2, 8), SWEPT_GRIDS):
         block = per_thread * 32 * warps
         items = triton.cdiv(chunks, block)
         grid = min(items, cap, max_programs, resident_programs(num_sms(), warps))
@@ -262,6 +264,7 @@ def sweep(args: argparse.Namespace, device: torch.device) -> None:
         }
         for which, (call, tilings) in candidates.items():
             run = functools.partial(call, comm, inputs)
+            replay_us(run, 9)  # the first is slower
             found = [(replay_us(run, 9)[0], "chosen")]
             for tiling in sorted(tilings, key=str):
                 setattr(nvlink, which, lambda *_, fixed=tiling: fixed)

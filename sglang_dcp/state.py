@@ -17,6 +17,7 @@ class DcpState:
         group_ranks: world ranks of the group in order.
         coordinator: SGLang's GroupCoordinator of the group (kept alive here).
         comm: the communicator that does stages 4 and 6 (+7).
+        owns_coordinator: False if it is upstream's own group of the same ranks.
         shadow: in shadow mode, what compares it with another one.
     """
 
@@ -25,6 +26,7 @@ class DcpState:
     group_ranks: tuple[int, ...]
     coordinator: Any
     comm: Communicator
+    owns_coordinator: bool = True
     shadow: Shadow | None = None
 
 
@@ -57,5 +59,6 @@ def clear_state() -> None:
     _state.comm.destroy()
     if _state.shadow is not None:
         _state.shadow.destroy()
-    _state.coordinator.destroy()
+    if _state.owns_coordinator:
+        _state.coordinator.destroy()
     _state = None

@@ -1,5 +1,6 @@
 """The benchmark scripts: step times, ratios, result files, and a run against a real server."""
 
+import contextlib
 import importlib.util
 import json
 import random
@@ -17,7 +18,7 @@ from sglang_dcp.planner import GPUS, load_model
 from sglang_dcp.testing import bench
 from sglang_dcp.testing.bench import Shape
 from sglang_dcp.testing.client import Client, ServerError
-from sglang_dcp.testing.server import Server
+from sglang_dcp.testing.server import GpuSets, Server
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -209,8 +210,11 @@ def test_a_result_without_a_figure_is_a_user_error(tmp_path: Path) -> None:
 class FakeServer(Client):
     """A server that writes the scheduler's lines: 2 ms a step at batch 2, half of it with DCP."""
 
-    def __init__(self, command: list[str], log: Path, module: str, start_timeout_s: float) -> None:
+    def __init__(
+        self, command: list[str], log: Path, module: str, env: Any, start_timeout_s: float
+    ) -> None:
         super().__init__("http://nowhere")
+        assert env == {"CUDA_VISIBLE_DEVICES": "0,1"}
         self.log_path, self.startup_s = log, 1.0
         self.step_ms = 1.0 if "--dcp-size" in command else 2.0
         assert module == ("sglang_dcp" if "--dcp-size" in command else "sglang") + ".launch_server"
@@ -249,6 +253,19 @@ def test_sweep_over_own_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert row["ratio_to_upstream"] == pytest.approx(0.5)
         assert row["ratio_to_floor"] == pytest.approx(1 / row["floor_ms"])
         assert row["ratio_to_predicted"] > 0
+
+
+def test_servers_get_gpus_of_their_own_where_there_are_enough() -> None:
+    def taken(num_servers: int, num_gpus: int) -> list[Any]:
+        sets = GpuSets(num_servers, 2, num_gpus)
+        with contextlib.ExitStack() as stack:
+            return [
+                stack.enter_context(sets.take())["CUDA_VISIBLE_DEVICES"] for _ in range(num_servers)
+            ]
+
+    assert taken(2, 4) == ["0,1", "2,3"]
+    assert taken(3, 4) == ["0,1", "2,3", "0,1"]
+    assert taken(2, 0) == ["0,1", "0,1"]
 
 
 def test_wrong_arguments_start_nothing() -> None:

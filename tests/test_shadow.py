@@ -161,7 +161,7 @@ def test_state_takes_the_shadow_with_it():
         SimpleNamespace(destroy=lambda name=name: events.append(name))
         for name in ("coordinator", "comm", "shadow")
     ]
-    state.set_state(state.DcpState(2, 0, (0, 1), *parts))
+    state.set_state(state.DcpState(2, 0, (0, 1), *parts[:2], shadow=parts[2]))
     state.clear_state()
     assert events == ["comm", "shadow", "coordinator"]
 

@@ -14,6 +14,25 @@ from sglang_dcp.kernels.kv_index import build_local_kv_indices
 from sglang_dcp.layout import local_len
 
 
+def use_spare_plan(wrapper: Any) -> None:
+    """Let the next plan of a replay be written to host memory that no pending copy reads.
+
+    Upstream's plan of a replay fills one pinned buffer and copies it to the GPU without waiting. A
+    host that runs ahead (overlap scheduling) fills it again while the copy of the plan before is
+    still queued, and that step then attends by the lengths of the next one. Two buffers in turn,
+    each waited for by event, keep the host one plan ahead and no further. The caller records
+    `wrapper.dcp_plan_copied` behind the plan.
+    """
+    if not hasattr(wrapper, "dcp_spare_plan"):
+        spare = torch.empty_like(wrapper._pin_memory_int_workspace_buffer, pin_memory=True)
+        wrapper.dcp_spare_plan = spare, torch.cuda.Event()
+        wrapper.dcp_plan_copied = torch.cuda.Event()
+    last = wrapper._pin_memory_int_workspace_buffer, wrapper.dcp_plan_copied
+    wrapper._pin_memory_int_workspace_buffer, wrapper.dcp_plan_copied = wrapper.dcp_spare_plan
+    wrapper.dcp_plan_copied.synchronize()  # at once, unless two plans are queued
+    wrapper.dcp_spare_plan = last
+
+
 class _StripeIndicesUpdater(FlashInferMLAIndicesUpdaterDecode):
     """Plans the decode kernel for gathered heads and this rank's rows."""
 
@@ -59,9 +78,12 @@ class _StripeIndicesUpdater(FlashInferMLAIndicesUpdaterDecode):
                 fast_decode_kwargs[k] for k in ("qo_indptr_cpu", "kv_indptr_cpu")
             )
             lens = fast_decode_kwargs["kv_len_arr_cpu"]
+            use_spare_plan(wrapper)
         else:
             q_indptr, lens = q_indptr[: bs + 1], backend.kernel_lens
         wrapper.plan(q_indptr, kv_indptr, kv_indices, lens, *shape, self.scaling, *dtypes)
+        if init_metadata_replay:
+            wrapper.dcp_plan_copied.record()
 
 
 class DcpFlashInferBackend(StripeMixin, FlashInferMLAAttnBackend):

@@ -100,16 +100,7 @@ def after_initialize_model_parallel(result: None, *args: Any, **kwargs: Any) -> 
     world = parallel_state.get_world_group()
     attn_tp = parallel_state.get_attn_tp_group()
     groups = dcp_groups(world.world_size, attn_tp.world_size, server_args.dcp_size)
-    coordinator = parallel_state.init_model_parallel_group(
-        groups,
-        world.local_rank,
-        torch.distributed.get_backend(world.device_group),
-        use_pynccl=server_args.device == "cuda",
-        use_custom_allreduce=False,
-        use_mscclpp_allreduce=False,
-        use_torch_symm_mem_allreduce=False,
-        group_name="dcp",
-    )
+    coordinator = _coordinator(server_args, groups)
     on_gpu = server_args.device == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     comm, shadow = _make_communicator(server_args, coordinator, device)
@@ -120,8 +111,31 @@ def after_initialize_model_parallel(result: None, *args: Any, **kwargs: Any) -> 
             group_ranks=tuple(coordinator.ranks),
             coordinator=coordinator,
             comm=comm,
+            owns_coordinator=coordinator is not attn_tp,
             shadow=shadow,
         )
+    )
+
+
+def _coordinator(server_args: Any, groups: list[list[int]]) -> Any:
+    """SGLang's group of this rank's DCP group: the attention-TP group itself where they are equal.
+
+    NCCL takes hundreds of MB for a communicator. Sharing one is safe: our calls and upstream's
+    all-reduces are on the one forward stream, in the same order on all ranks.
+    """
+    world, attn_tp = parallel_state.get_world_group(), parallel_state.get_attn_tp_group()
+    can_carry = server_args.device != "cuda" or getattr(attn_tp, "pynccl_comm", None) is not None
+    if attn_tp.ranks in groups and can_carry:
+        return attn_tp
+    return parallel_state.init_model_parallel_group(
+        groups,
+        world.local_rank,
+        torch.distributed.get_backend(world.device_group),
+        use_pynccl=server_args.device == "cuda",
+        use_custom_allreduce=False,
+        use_mscclpp_allreduce=False,
+        use_torch_symm_mem_allreduce=False,
+        group_name="dcp",
     )
 
 

@@ -2,18 +2,19 @@
 
 import contextlib
 import os
+import queue
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
 from sglang_dcp.testing.client import Client, ServerError
 
-__all__ = ["Server", "ServerError", "free_port"]
+__all__ = ["GpuSets", "Server", "ServerError", "free_port"]
 
 
 def free_port() -> int:
@@ -24,6 +25,32 @@ def free_port() -> int:
             port = int(s.getsockname()[1])
         if port < 50000:
             return port
+
+
+class GpuSets:
+    """GPUs for servers that run at the same time: apart where there are enough, else shared.
+
+    Args:
+        num_servers: how many run at a time.
+        num_gpus_each: GPUs of one server.
+        num_gpus: GPUs of this machine.
+    """
+
+    def __init__(self, num_servers: int, num_gpus_each: int, num_gpus: int) -> None:
+        num_sets = max(1, num_gpus // num_gpus_each)
+        self._free: queue.Queue[str] = queue.Queue()
+        for i in range(num_servers):
+            first = i % num_sets * num_gpus_each
+            self._free.put(",".join(str(first + k) for k in range(num_gpus_each)))
+
+    @contextlib.contextmanager
+    def take(self) -> Iterator[dict[str, str | None]]:
+        """Environment of one server, as long as it runs."""
+        devices = self._free.get()
+        try:
+            yield {"CUDA_VISIBLE_DEVICES": devices}
+        finally:
+            self._free.put(devices)
 
 
 class Server(Client):

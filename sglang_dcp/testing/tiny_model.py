@@ -14,7 +14,8 @@ class TinyModel:
 
     The defaults are the smallest that exercise every part: several layers, more heads than any
     test has ranks, a rope part. Weights have a scale at which greedy tokens differ from each other
-    and logits are well apart; dummy weights would repeat two tokens forever.
+    and logits are well apart; dummy weights would repeat two tokens forever. The
+    gains scale the projections of queries, latents and attention outputs.
     """
 
     architecture: str = "DeepseekV2ForCausalLM"
@@ -33,6 +34,9 @@ class TinyModel:
     vocab_size: int = 512
     max_position_embeddings: int = 4096
     dtype: str = "float32"
+    q_gain: float = 2.0
+    kv_gain: float = 1.5
+    o_gain: float = 2.0
     seed: int = 0
 
 
@@ -117,15 +121,15 @@ class _Weights:
         if s.q_lora_rank:
             self.linear(prefix + "q_a_proj", s.q_lora_rank, s.hidden_size)
             self.norm(prefix + "q_a_layernorm", s.q_lora_rank)
-            self.linear(prefix + "q_b_proj", s.num_heads * qk_head_dim, s.q_lora_rank, 2.0)
+            self.linear(prefix + "q_b_proj", s.num_heads * qk_head_dim, s.q_lora_rank, s.q_gain)
         else:
-            self.linear(prefix + "q_proj", s.num_heads * qk_head_dim, s.hidden_size, 2.0)
+            self.linear(prefix + "q_proj", s.num_heads * qk_head_dim, s.hidden_size, s.q_gain)
         latent = s.kv_lora_rank + s.qk_rope_head_dim
-        self.linear(prefix + "kv_a_proj_with_mqa", latent, s.hidden_size, 1.5)
+        self.linear(prefix + "kv_a_proj_with_mqa", latent, s.hidden_size, s.kv_gain)
         self.norm(prefix + "kv_a_layernorm", s.kv_lora_rank)
         expanded = s.num_heads * (s.qk_nope_head_dim + s.v_head_dim)
         self.linear(prefix + "kv_b_proj", expanded, s.kv_lora_rank)
-        self.linear(prefix + "o_proj", s.hidden_size, s.num_heads * s.v_head_dim, 2.0)
+        self.linear(prefix + "o_proj", s.hidden_size, s.num_heads * s.v_head_dim, s.o_gain)
 
     def experts(self, prefix: str) -> None:
         s = self.shape
