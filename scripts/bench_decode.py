@@ -5,15 +5,14 @@
     scripts/bench_decode.py --url http://127.0.0.1:30000 --shapes 1x4096 8x131072
 
 Each server gets the same random prompts of each shape (batch x context tokens); prefill is cached
-by a first request, 32 tokens warm up, then 160 are decoded. Step times of a self-started server come from its
-scheduler's "gen throughput" log lines, weights are dummies: only shapes matter for time. Those of a
-running server (--url) are taken from its stream, as a client sees them.
+by a first request, 32 tokens warm up, then 160 are decoded. Step times of a self-started server
+come from its scheduler's "gen throughput" log lines, weights are dummies: only shapes matter for
+time. Those of a running server (--url) are taken from its stream, as a client sees them.
 """
 
 import argparse
 import json
 import random
-import re
 import sys
 import tempfile
 import time
@@ -27,7 +26,6 @@ from typing import Any
 import torch
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from sglang_dcp.planner import GpuSpec, ModelShape, load_gpu, load_model
@@ -36,111 +34,20 @@ from sglang_dcp.planner.plot import import_pyplot
 from sglang_dcp.planner.units import format_count
 from sglang_dcp.testing import bench
 from sglang_dcp.testing.bench import Shape
+from sglang_dcp.testing.bench_servers import (
+    MODELS,
+    Board,
+    Config,
+    capacity_tokens,
+    command_of,
+    write_model,
+)
 from sglang_dcp.testing.client import Client, ServerError
 from sglang_dcp.testing.plots import plot_decode
 from sglang_dcp.testing.server import GpuSets, Server
 
 NUM_DECODED_TOKENS = 160
 NUM_WARM_UP_TOKENS = 32
-LOG_INTERVAL_STEPS = 16
-CAPACITY_LINE = re.compile(r"max_total_num_tokens=(\d+)")
-#: Shapes of the models that can be named instead of a folder, with K3's latent geometry.
-MODELS: dict[str, dict[str, Any]] = {
-    "k3ish": {"num_hidden_layers": 12, "hidden_size": 6144, "num_attention_heads": 96},
-    "small": {"num_hidden_layers": 4, "hidden_size": 2048, "num_attention_heads": 32},
-}
-
-
-@dataclass(frozen=True)
-class Config:
-    """One server to measure; `dcp_size` 1 is upstream."""
-
-    backend: str
-    dcp_size: int
-    comm: str
-
-    @property
-    def label(self) -> str:
-        """Name in tables, figures and log files."""
-        if self.dcp_size == 1:
-            return f"upstream {self.backend}"
-        return f"dcp{self.dcp_size} {self.backend} {self.comm}"
-
-
-def write_model(name: str, folder: Path) -> Path:
-    """A config.json for dummy weights; DeepSeek-V2 architecture, latent 512 + 64."""
-    heads = MODELS[name]["num_attention_heads"]
-    config = {
-        "architectures": ["DeepseekV2ForCausalLM"],
-        "model_type": "deepseek_v2",
-        "intermediate_size": 2048,
-        "moe_intermediate_size": 512,
-        "num_key_value_heads": heads,
-        "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "first_k_dense_replace": MODELS[name]["num_hidden_layers"],
-        "moe_layer_freq": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "topk_method": "greedy",
-        "scoring_func": "softmax",
-        "norm_topk_prob": False,
-        "routed_scaling_factor": 1.0,
-        "hidden_act": "silu",
-        "max_position_embeddings": 1 << 20,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000,
-        "rope_scaling": None,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "vocab_size": 4096,
-        "attention_bias": False,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-    } | MODELS[name]
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def command_of(config: Config, model: Path, args: argparse.Namespace) -> tuple[str, list[str]]:
-    """Module and arguments of the server of `config`."""
-    command = [
-        *("--model-path", str(model), "--load-format", "dummy", "--skip-tokenizer-init"),
-        *("--tp", str(args.tp), "--attention-backend", config.backend),
-        *("--mem-fraction-static", str(args.mem_fraction_static), "--random-seed", "1"),
-        *("--cuda-graph-max-bs-decode", str(args.max_batch), "--grammar-backend", "none"),
-        *("--cuda-graph-backend-prefill", "disabled", "--skip-server-warmup"),
-        *("--decode-log-interval", str(LOG_INTERVAL_STEPS)),
-    ]
-    if config.dcp_size == 1:
-        return "sglang.launch_server", command
-    dcp = ["--dcp-size", str(config.dcp_size), "--dcp-comm-backend", config.comm]
-    return "sglang_dcp.launch_server", command + dcp
-
-
-class Board:
-    """Progress on stderr: one unit for each server start and each shape."""
-
-    def __init__(self, num_units: int) -> None:
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-        self.progress = Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True))
-        self.task = self.progress.add_task("", total=num_units)
-
-    def doing(self, what: str) -> None:
-        """Show what is running now."""
-        self.progress.update(self.task, description=what)
-
-    def done(self, line: str) -> None:
-        """One unit is through; `line` stays above the bar."""
-        self.progress.console.print(line, highlight=False)
-        self.progress.advance(self.task)
 
 
 def read_log(server: Server, prompts: list[list[int]]) -> list[float]:
@@ -228,7 +135,14 @@ def run_own(
     board: Board,
 ) -> dict[str, Any]:
     """Serve one configuration and measure every shape."""
-    module, command = command_of(config, folder, args)
+    module, command = command_of(
+        config,
+        folder,
+        tp_size=args.tp,
+        max_batch=args.max_batch,
+        mem_fraction_static=args.mem_fraction_static,
+    )
+    command += args.server_args if config.dcp_size > 1 else []
     log = args.log_dir / f"bench-{config.label.replace(' ', '-')}.log"
     board.doing(f"{config.label} starts")
     with (
@@ -237,8 +151,7 @@ def run_own(
     ):
         board.done(f"{config.label}: up in {server.startup_s:.0f} s")
         rows = measure_all(server, read_log, config, args, ground, board)
-    capacity = CAPACITY_LINE.findall(log.read_text(errors="replace"))
-    return entry_of(config, int(capacity[0]) if capacity else None, rows)
+    return entry_of(config, capacity_tokens(log.read_text(errors="replace")), rows)
 
 
 def run_running(args: argparse.Namespace, gpu: GpuSpec | None) -> tuple[int, dict[str, Any]]:
@@ -343,6 +256,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     own.add_argument(
         "--max-batch", type=int, default=32, metavar="N", help="largest captured graph (default 32)"
+    )
+    own.add_argument(
+        "--server-args",
+        nargs="*",
+        default=[],
+        metavar="ARG",
+        help="further arguments of DCP servers, as --server-args=--dcp-replicate-q-proj",
     )
     own.add_argument(
         "--parallel",

@@ -133,7 +133,7 @@ def command_of(run: Run, model: Path, args: argparse.Namespace) -> tuple[str, li
             command.append("--disable-overlap-schedule")
         return "sglang.launch_server", command
     command += ["--dcp-size", str(args.dcp_size), "--dcp-comm-backend", run.comm]
-    return "sglang_dcp.launch_server", command
+    return "sglang_dcp.launch_server", command + args.server_args
 
 
 def ask(
@@ -292,6 +292,13 @@ def main() -> int:
     )
     load.add_argument(
         "--chunk", type=int, default=8192, metavar="N", help="chunked prefill size (default 8192)"
+    )
+    parser.add_argument(
+        "--server-args",
+        nargs="*",
+        default=[],
+        metavar="ARG",
+        help="further arguments of DCP servers, as --server-args=--dcp-replicate-q-proj",
     )
     parser.add_argument(
         "--parallel",

@@ -44,6 +44,9 @@ FIELDS = """
     dcp_comm_backend: dcp_args.DCP_COMM_BACKEND.annotation = (
         dcp_args.DCP_COMM_BACKEND.default
     )
+    dcp_replicate_q_proj: dcp_args.DCP_REPLICATE_Q_PROJ.annotation = (
+        dcp_args.DCP_REPLICATE_Q_PROJ.default
+    )
     dcp_derived: dcp_args.DCP_DERIVED.annotation = dcp_args.DCP_DERIVED.default
 """
 

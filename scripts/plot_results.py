@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
         nargs="*",
         type=Path,
         metavar="FILE.json",
-        help="results of bench_decode.py or bench_exchange.py (default scripts/results/*.json)",
+        help="results of bench_*.py (default scripts/results/*.json)",
     )
     parser.add_argument("--output-dir", type=Path, metavar="DIR", help="default: beside each file")
     parser.add_argument("--format", default="png", metavar="SUFFIX", help="default png")

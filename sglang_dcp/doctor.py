@@ -164,18 +164,25 @@ def _backend_status(device: str, module: str, majors: tuple[int, ...]) -> str:
 
 
 def communicators() -> dict[str, str]:
-    """ "ok", or why not, for every communicator, in one group of all GPUs (or of CPU ranks)."""
+    """ "ok", or why not, for every communicator, in one group of all GPUs (or of CPU ranks).
+
+    And what `auto` would pick there, unless the trial that a starting server makes fails.
+    """
     import torch
 
-    from sglang_dcp.comm import COMM_BACKENDS, GroupInfo
+    from sglang_dcp.comm import COMM_BACKENDS, GroupInfo, resolve_auto
+    from sglang_dcp.comm.symmetric import peer_problem
 
-    count = torch.cuda.device_count()
+    gpus = range(torch.cuda.device_count())
+    problems = filter(None, (peer_problem(gpu, gpus) for gpu in gpus))
+    problem = next(problems, "" if len(gpus) > 1 else "needs two GPUs")
     group = GroupInfo(
-        size=max(count, 2),
-        device_type="cuda" if count else "cpu",
-        peer_access=bool(peer_access()),
+        size=max(len(gpus), 2),
+        device_type="cuda" if gpus else "cpu",
+        peer_access=not problem,
+        peer_reason=problem,
     )
-    found = {}
+    found = {"auto": f"picks {resolve_auto('auto', group)[0]}"}
     for name, cls in sorted(COMM_BACKENDS.items()):
         available, reason = cls.is_available(group)
         found[name] = "ok" if available else reason

@@ -4,6 +4,8 @@ import os
 
 #: Folder to which each rank writes its counters (rank-<r>.json) when asked for /server_info.
 COUNTERS_DIR = "SGLANG_DCP_COUNTERS_DIR"
+#: "1": repeat every communicator call on `a2a` and count differing bits (debug, slow).
+SHADOW = "SGLANG_DCP_SHADOW"
 #: Set by the launchers: the whitelist of general plugins (SGLang's own variable).
 SGLANG_PLUGINS = "SGLANG_PLUGINS"
 #: Triton's own: "1" runs its kernels in Python, on CPU tensors.
@@ -13,6 +15,11 @@ TRITON_INTERPRET = "TRITON_INTERPRET"
 def counters_dir() -> str | None:
     """Folder for the ranks' counters, or None: count nothing."""
     return os.environ.get(COUNTERS_DIR) or None
+
+
+def shadow() -> bool:
+    """True if every communicator call is to be repeated on another one and compared."""
+    return os.environ.get(SHADOW) == "1"
 
 
 def plugin_excluded(entry_point: str) -> bool:

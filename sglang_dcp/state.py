@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_dcp.comm import Communicator
+from sglang_dcp.comm.shadow import Shadow
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class DcpState:
         coordinator: SGLang's GroupCoordinator of the group (kept alive here).
         comm: the communicator that does stages 4 and 6 (+7).
         owns_coordinator: False if it is upstream's own group of the same ranks.
+        shadow: in shadow mode, what compares it with another one.
     """
 
     dcp_size: int
@@ -25,6 +27,7 @@ class DcpState:
     coordinator: Any
     comm: Communicator
     owns_coordinator: bool = True
+    shadow: Shadow | None = None
 
 
 _state: DcpState | None = None
@@ -54,6 +57,8 @@ def clear_state() -> None:
     if _state is None:
         return
     _state.comm.destroy()
+    if _state.shadow is not None:
+        _state.shadow.destroy()
     if _state.owns_coordinator:
         _state.coordinator.destroy()
     _state = None

@@ -24,7 +24,7 @@ def check_before_activation() -> None:
     """The plugin, if SGLang loads it, finds everything done and no hook of phase 2 awake."""
     require_plugin()  # SGLANG_PLUGINS may exclude the plugin: the source is enough
     load_plugins()
-    for patch in PHASE_ONE + table.DCP + table.OBSERVE + table.METRICS:
+    for patch in PHASE_ONE + table.DCP + table.OBSERVE + table.METRICS + table.REPLICATE_Q:
         assert registry.status(patch) == "applied", patch
         assert patch.target not in HookRegistry._hooks, patch
     awake = [patch.name for patch in table.DCP + table.METRICS if registry.is_registered(patch)]

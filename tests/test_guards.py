@@ -320,3 +320,14 @@ def test_no_rule_without_dcp(tiny_model, monkeypatch):
         "hopper", monkeypatch, tiny_model, enable_mixed_chunk=True, enable_symm_mem=True
     )
     assert args.enable_mixed_chunk
+
+
+def test_replicated_projection_needs_a_group_and_a_tested_type(tiny_model):
+    with pytest.raises(ValueError, match="q-proj with --dcp-size 1 was .*Use a --dcp-size of 2"):
+        make_args(tiny_model, dcp_replicate_q_proj=True)
+    message = "--dcp-replicate-q-proj with a model in float16 was .*float32 only.*--dtype bfloat16"
+    with pytest.raises(ValueError, match=message):
+        make_args(tiny_model, dcp_size=2, dcp_replicate_q_proj=True, dtype="float16")
+    for dtype in ("bfloat16", "float32"):
+        assert make_args(tiny_model, dcp_size=2, dcp_replicate_q_proj=True, dtype=dtype)
+    assert make_args(tiny_model, dcp_size=2, dtype="float16")

@@ -27,7 +27,14 @@ from virtual_nvlink import (
     wrap,
 )
 
-from sglang_dcp.comm import COMM_BACKENDS, GroupInfo, TorchTransport, resolve_auto
+from sglang_dcp.comm import (
+    COMM_BACKENDS,
+    GroupInfo,
+    TorchTransport,
+    hangs_on_peer_access,
+    resolve_auto,
+    symmetric,
+)
 from sglang_dcp.comm.nvlink import (
     MAX_LANES,
     NvlinkCommunicator,
@@ -259,11 +266,110 @@ def test_availability_and_auto():
     assert "not 16" in able(size=16, device_type="cuda", peer_access=True)[1]
     info = GroupInfo(size=2, device_type="cuda", peer_reason="GPU 1 has no peer access")
     assert able(**dataclasses.asdict(info)) == (False, "GPU 1 has no peer access")
-    assert resolve_auto("auto", info)[0] == "a2a"
-    assert resolve_auto("auto", GroupInfo(2, "cuda", peer_access=True))[0] == "a2a"  # opt-in
     assert resolve_auto("nvlink", GroupInfo(2, "cuda", peer_access=True))[0] == "nvlink"
     with pytest.raises(ValueError, match="nvlink cannot serve.*GPU 1 has no peer access.*a2a"):
         resolve_auto("nvlink", info)
+
+
+@pytest.mark.parametrize(
+    ("priority", "able", "picked"), [(5, True, "a2a"), (20, True, "nvlink"), (20, False, "a2a")]
+)
+def test_priority_alone_makes_auto_pick_nvlink(monkeypatch, priority, able, picked):
+    monkeypatch.setattr(NvlinkCommunicator, "priority", priority)
+    reason = "" if able else "GPU 1 has no peer access"
+    info = GroupInfo(2, "cuda", peer_access=able, peer_reason=reason)
+    name, why = resolve_auto("auto", info)
+    assert name == picked
+    assert ("not nvlink: GPU 1 has no peer access" in why) == (not able)
+    # memory is mapped only where the answer matters, whatever is known of it yet
+    assert hangs_on_peer_access("auto", info) == (priority > 10)
+    assert hangs_on_peer_access("nvlink", info)
+    for requested, facts in [
+        ("a2a", info),
+        ("unknown", info),
+        ("auto", GroupInfo(2, "cpu")),
+        ("nvlink", GroupInfo(2, "cpu")),
+        ("auto", GroupInfo(16, "cuda")),
+        ("auto", GroupInfo(2, "cuda", num_nodes=2)),
+    ]:
+        assert not hangs_on_peer_access(requested, facts), (requested, facts)
+
+
+def fake_gpus(rank, size):
+    """This process sees `size` GPUs that reach each other, and is on that of its rank."""
+    torch.cuda.synchronize = lambda device: None
+    torch.cuda.current_device = lambda: rank
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(
+        uuid=f"GPU-{rank}", multi_processor_count=132
+    )
+    symmetric._has_native_peer_atomics = lambda device, peer: True
+
+
+#: What one rank lacks, and what every rank says of it.
+FAULTS = {
+    "": "",
+    "memory": "rank 1: allocation: out of memory",
+    "mapping": "rank 1: rendezvous: cannot map",
+    "driver": "GPU 1 cannot be asked for peer access: no libcuda",
+    "atomics": "GPU 1 has no peer access with native atomics to [0]",
+}
+
+
+def choose_on_ranks(rank, size):
+    """What the server's hook chooses, per fault of rank 1: auto at two priorities, nvlink, a2a."""
+    import torch.distributed._symmetric_memory as symm_mem
+
+    from sglang_dcp.hooks.parallel_state import _choose_backend
+
+    fake_gpus(rank, size)
+    real_tensor = torch.tensor
+    torch.tensor = lambda data, dtype, device: real_tensor(data, dtype=dtype)
+    ranks = list(range(size))
+    coordinator = SimpleNamespace(world_size=size, cpu_group=dist.group.WORLD, ranks=ranks)
+    chosen = {}
+    for name in FAULTS:
+        fault = name if rank == 1 else ""
+
+        def empty(num_bytes, dtype, device, fault=fault):
+            if fault == "memory":
+                raise RuntimeError("out of memory")
+            return torch.full((num_bytes,), 255, dtype=dtype)
+
+        def meet(local, group_name, fault=fault):
+            assert local.eq(0).all()
+            if fault == "mapping":
+                raise RuntimeError("cannot map")
+            return SimpleNamespace(buffer_ptrs=[256] * size)
+
+        def atomics(device, peer, fault=fault):
+            assert device == rank != peer
+            if fault == "driver":
+                raise OSError("no libcuda")
+            return fault != "atomics"
+
+        symm_mem.empty, symm_mem.rendezvous = empty, meet
+        symmetric._has_native_peer_atomics = atomics
+        chosen[name] = []
+        for requested, priority in (("auto", 5), ("auto", 20), ("nvlink", 5), ("a2a", 20)):
+            NvlinkCommunicator.priority = priority
+            args = SimpleNamespace(dcp_comm_backend=requested)
+            try:
+                got = _choose_backend(args, coordinator, torch.device("cuda", rank))
+            except ValueError as e:
+                got = str(e)
+            chosen[name].append(got)
+    return chosen
+
+
+def test_all_ranks_choose_alike():
+    first, second = run_ranks(2, choose_on_ranks)
+    assert first == second
+    assert first.pop("") == ["a2a", "nvlink", "nvlink", "a2a"]
+    for name, (low, high, named, a2a) in first.items():
+        assert low == high == a2a == "a2a"
+        assert "nvlink cannot serve" in named
+        assert FAULTS[name] in named
+    assert len(first) == 4
 
 
 def fail_together(rank, size):
@@ -275,11 +381,8 @@ def fail_together(rank, size):
             raise RuntimeError("out of memory")
         return torch.empty(num_bytes, dtype=dtype)
 
+    fake_gpus(rank, size)
     symm_mem.empty = empty
-    torch.cuda.synchronize = lambda device: None
-    torch.cuda.can_device_access_peer = lambda a, b: True
-    torch.cuda.current_device = lambda: 0
-    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=f"GPU-{rank}")
     messages = []
     for call in (rendezvous, None):
         try:

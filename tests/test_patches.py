@@ -166,7 +166,7 @@ def test_every_hook_has_its_counterpart() -> None:
     added = "\n".join(re.findall(r"^\+(?!\+\+ )(.*)$", "\n".join(TEXTS.values()), re.M))
     marks = re.findall(r'@dcp_seam\("([\w-]+)"\)', added)
     phase_one = table.ARGUMENTS + table.SCHEDULER + table.LAUNCH
-    in_patches = phase_one + table.DCP + table.OBSERVE + table.METRICS
+    in_patches = phase_one + table.DCP + table.OBSERVE + table.METRICS + table.REPLICATE_Q
     entries = {patch.name: patch for patch in in_patches}
     functions = {n for n, patch in entries.items() if patch.kind in registry.REGISTRY_KINDS}
     assert sorted(marks) == sorted(functions - set(not_marked))

@@ -593,7 +593,7 @@ def test_numbers_out():
 
 
 def test_startup_block_names_every_number():
-    lines = startup_block(
+    values = dict(  # noqa: C408
         dcp_size=8,
         logical_capacity_tokens=37_922_304,
         rows_per_rank=4_740_288,
@@ -604,12 +604,16 @@ def test_startup_block_names_every_number():
         floor_batch=1,
         floor_context_tokens=1_000_000,
     )
+    lines = startup_block(**values)
     text = "\n".join(lines)
     for part in (
         "DCP is active", "8 ranks", "37,922,304 tokens", "4,740,288", "131 GB", "131,059,482,624",
         "nvlink", "flashmla", "0.94 ms at 1 x 1M tokens",
     ):  # fmt: skip
         assert part in text
+    assert "replicated" not in text
+    lines = startup_block(**values, replicated_q_bytes=3_456_000_000)
+    assert re.search(r"replicated Q weights +3.46 GB \(3,456,000,000 bytes\) per rank", lines[-1])
     starts = {re.search(r"\S {2,}(\S)", line).start(1) for line in lines[1:]}
     assert len(starts) == 1  # values aligned
     assert max(map(len, lines)) <= 100

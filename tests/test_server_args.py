@@ -21,27 +21,37 @@ def parse(*argv):
 
 
 def dcp_values(args):
-    return args.dcp_size, args.dcp_comm_backend, args.page_size
+    return args.dcp_size, args.dcp_comm_backend, args.page_size, args.dcp_replicate_q_proj
 
 
 def test_fields_travel(tiny_model, tmp_path):
     """CLI and its alias, YAML, keywords, pickle, asdict, replace and copy all carry DCP."""
-    command = ["--model-path", str(tiny_model), "--tp", "8"]
-    want = (4, "ag_rs", 8)
-    args = parse(*command, "--dcp-size", "4", "--dcp-comm-backend", "ag_rs", "--page-size", "2")
+    command = ["--model-path", str(tiny_model), "--tp", "8", "--dtype", "float32"]
+    want = (4, "ag_rs", 8, True)
+    flags = ["--dcp-size", "4", "--dcp-comm-backend", "ag_rs", "--dcp-replicate-q-proj"]
+    args = parse(*command, *flags, "--page-size", "2")
     assert dcp_values(args) == want
     alias = parse(
         *command,
         "--decode-context-parallel-size=4",
         "--dcp-comm-backend=ag_rs",
+        "--dcp-replicate-q-proj",
         "--page-size=2",
     )
     assert dcp_values(alias) == want
 
     yaml = tmp_path / "serve.yaml"
-    yaml.write_text("dcp-size: 4\ndcp-comm-backend: ag_rs\npage-size: 2\n")
+    options = ("dcp-size: 4", "dcp-comm-backend: ag_rs", "dcp-replicate-q-proj: true")
+    yaml.write_text("\n".join([*options, "page-size: 2", ""]))
     assert dcp_values(parse(*command, "--config", str(yaml))) == want
-    keywords = make_args(tiny_model, dcp_size=4, dcp_comm_backend="ag_rs", page_size=2)
+    keywords = make_args(
+        tiny_model,
+        dcp_size=4,
+        dcp_comm_backend="ag_rs",
+        dcp_replicate_q_proj=True,
+        dtype="float32",
+        page_size=2,
+    )
     assert dcp_values(keywords) == want
 
     for travelled in (
@@ -58,7 +68,7 @@ def test_fields_travel(tiny_model, tmp_path):
 
 def test_defaults_are_upstreams(tiny_model):
     args = parse("--model-path", str(tiny_model), "--tp", "8")
-    assert dcp_values(args) == (1, "auto", 1)
+    assert dcp_values(args) == (1, "auto", 1, False)
     assert args.dcp_derived is None
     assert {"dcp_size", "dcp_comm_backend"} <= {f.name for f in dataclasses.fields(args)}
 

@@ -45,16 +45,21 @@ def decode_over_stripes(
 
     Args:
         backend: stage 5.
-        q_nope: [B, H/c, 512] absorbed queries of this rank's heads, any strides.
-        q_pe: [B, H/c, 64] their rope parts, any strides.
+        q_nope: [B, H/c, 512] absorbed queries of this rank's heads, any strides; or [B, H, 512]
+            of all heads, where the rank computes them itself (attention/all_heads.py).
+        q_pe: their rope parts [B, H/c, 64] or [B, H, 64], any strides.
         layer: the RadixAttention, for its scale and its layer of the pool.
 
     Returns:
         [B, H/c * 512], what `w_vc` reads, in the dtype of q_nope; 0 for a row without tokens.
     """
     comm = state.get_state().comm
-    q = comm.gather_q(q_nope, q_pe)
-    counters.count("gather_q")
+    if q_nope.shape[1] == comm.num_heads:
+        q = torch.cat([q_nope, q_pe], dim=-1)
+        counters.count("replicated_q")
+    else:
+        q = comm.gather_q(q_nope, q_pe)
+        counters.count("gather_q")
     o, lse = backend.attend_stripe(q, layer)
     counters.count("attend_stripe")
     merged = comm.exchange_merge(o, lse, backend.lse_base, backend.local_lens)

@@ -64,12 +64,15 @@ class StripeMixin:
         q_rope: torch.Tensor | None = None,
         k_rope: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Stages 2 and 4-7; q is q_nope [B, H/c, 512], k the latent [B, 1, 512], rope apart."""
+        """Stages 2 and 4-7; q is q_nope [B, H/c, 512], k the latent [B, 1, 512], rope apart.
+
+        With --dcp-replicate-q-proj q comes with all H heads of the group.
+        """
         assert q_rope is not None, "DCP needs q_nope and q_pe apart"
         if k is not None and save_kv_cache:
             pool: Any = self.token_to_kv_pool  # type: ignore[attr-defined]
             pool.set_mla_kv_buffer(layer, forward_batch.out_cache_loc, k, k_rope)
-        heads = layer.tp_q_head_num
+        heads = q.shape[1] if q.dim() == 3 else layer.tp_q_head_num
         q_nope = q.view(-1, heads, layer.v_head_dim)
         q_pe = q_rope.view(-1, heads, layer.head_dim - layer.v_head_dim)
         return decode_over_stripes(self, q_nope, q_pe, layer)  # type: ignore[arg-type]

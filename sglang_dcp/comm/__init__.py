@@ -8,6 +8,7 @@ from sglang_dcp.comm.base import SERVING_WAIT_S, Communicator, GroupInfo
 from sglang_dcp.comm.registry import (
     COMM_BACKENDS,
     comm_backend_names,
+    hangs_on_peer_access,
     register_comm_backend,
     resolve_auto,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "ag_rs",
     "nvlink",
     "comm_backend_names",
+    "hangs_on_peer_access",
     "register_comm_backend",
     "resolve_auto",
 ]

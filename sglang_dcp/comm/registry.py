@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from sglang_dcp.comm.base import Communicator, GroupInfo
 
@@ -64,6 +65,19 @@ def resolve_auto(requested: str, group_info: GroupInfo) -> tuple[str, str]:
             f" ranks: {reason}. Use --dcp-comm-backend {_best(group_info)[0]} or {AUTO}."
         )
     return requested, "as requested"
+
+
+def hangs_on_peer_access(requested: str, group_info: GroupInfo) -> bool:
+    """Whether `resolve_auto` would answer differently with and without peer access.
+
+    Finding out about it maps memory, so this says whether that is worth it; group_info's own
+    peer_access is not looked at.
+    """
+    able, unable = (replace(group_info, peer_access=value) for value in (True, False))
+    if requested == AUTO:
+        return _best(able)[0] != _best(unable)[0]
+    cls = COMM_BACKENDS.get(requested)
+    return cls is not None and cls.is_available(able)[0] != cls.is_available(unable)[0]
 
 
 def _best(group_info: GroupInfo) -> tuple[str, str]:

@@ -129,9 +129,7 @@ def probe_peers(device: torch.device, process_group: dist.ProcessGroup) -> tuple
     uuids = _gather(str(torch.cuda.get_device_properties(own).uuid), process_group)
     if len(set(uuids)) < len(uuids):
         return False, "two ranks share a GPU"
-    others = [d for d in _gather(own, process_group) if d != own]
-    missing = [d for d in others if not _has_native_peer_atomics(own, d)]
-    reason = f"GPU {own} has no peer access with native atomics to {missing}" if missing else ""
+    reason = peer_problem(own, _gather(own, process_group))
     reason = next(filter(None, _gather(reason, process_group)), "")
     if reason:
         return False, reason
@@ -142,6 +140,18 @@ def probe_peers(device: torch.device, process_group: dist.ProcessGroup) -> tuple
     return True, "peer access, native peer atomics and a trial rendezvous on every rank"
 
 
+def peer_problem(device: int, peers: Sequence[int]) -> str:
+    """What GPU `device` lacks in order to write and signal to `peers` (itself is passed over).
+
+    Empty if nothing. Never raises: a rank that fails here would leave the others waiting.
+    """
+    try:
+        missing = [d for d in peers if d != device and not _has_native_peer_atomics(device, d)]
+    except (OSError, RuntimeError) as e:
+        return f"GPU {device} cannot be asked for peer access: {e}"
+    return f"GPU {device} has no peer access with native atomics to {missing}" if missing else ""
+
+
 def _has_native_peer_atomics(device: int, peer: int) -> bool:
     """What flags in peer memory need; asked of the driver, since torch does not expose it."""
     if not torch.cuda.can_device_access_peer(device, peer):
@@ -149,14 +159,18 @@ def _has_native_peer_atomics(device: int, peer: int) -> bool:
     cuda = ctypes.CDLL("libcuda.so.1")
     value, src, dst = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
     for ordinal, out in ((device, src), (peer, dst)):
-        status = cuda.cuDeviceGet(ctypes.byref(out), ordinal)
-        assert status == 0, f"cuDeviceGet({ordinal}) returned {status}"
+        _check_driver(f"cuDeviceGet({ordinal})", cuda.cuDeviceGet(ctypes.byref(out), ordinal))
     for attribute in (_P2P_ACCESS_SUPPORTED, _P2P_NATIVE_ATOMICS):
         status = cuda.cuDeviceGetP2PAttribute(ctypes.byref(value), attribute, src, dst)
-        assert status == 0, f"cuDeviceGetP2PAttribute({attribute}) returned {status}"
+        _check_driver(f"cuDeviceGetP2PAttribute({attribute})", status)
         if not value.value:
             return False
     return True
+
+
+def _check_driver(call: str, status: int) -> None:
+    if status != 0:
+        raise RuntimeError(f"{call} returned {status}")
 
 
 def _gather(value: Any, process_group: dist.ProcessGroup) -> list[Any]:

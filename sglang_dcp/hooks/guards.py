@@ -180,6 +180,16 @@ def check_dcp_size(dcp_size: Any) -> None:
         )
 
 
+def check_replicate_q_proj(args: Any) -> None:
+    """Raise ValueError if the Q projection is to be replicated where there is nothing to gather."""
+    if args.dcp_replicate_q_proj and args.dcp_size == 1:
+        raise ValueError(
+            "--dcp-replicate-q-proj with --dcp-size 1 was asked for: it spares a DCP group the "
+            "gathering of queries, and a group of one rank gathers none. Use a --dcp-size of 2 or "
+            "more, or drop --dcp-replicate-q-proj."
+        )
+
+
 def check_topology(args: Any) -> None:
     """Raise ValueError unless the groups of dcp_size ranks nest in attention TP and in a node."""
     dcp_size, attn_dp = args.dcp_size, args.dp_size if args.enable_dp_attention else 1
@@ -234,6 +244,17 @@ def check_model(args: Any) -> None:
         )
 
 
+def check_q_proj_dtype(args: Any) -> None:
+    """Raise ValueError if the Q projection is to be replicated in a type that no test serves."""
+    dtype = str(args.get_model_config().dtype).removeprefix("torch.")
+    if args.dcp_replicate_q_proj and dtype not in ("bfloat16", "float32"):
+        raise ValueError(
+            f"--dcp-replicate-q-proj with a model in {dtype} was asked for: replicated weights are "
+            "tested in bfloat16 and float32 only. Use --dtype bfloat16, or drop "
+            "--dcp-replicate-q-proj."
+        )
+
+
 def check_backend(args: Any) -> None:
     """Raise ValueError unless prefill and decode use one backend that returns the stripe's LSE."""
     supported = SUPPORTED_BACKENDS[args.device]
@@ -273,4 +294,5 @@ def check_server_args(args: Any) -> None:
     check_topology(args)
     check_options(args)
     check_model(args)
+    check_q_proj_dtype(args)
     check_backend(args)

@@ -1,5 +1,6 @@
 """Hooks on sglang.srt.distributed.parallel_state: the DCP groups live as long as its own."""
 
+import dataclasses
 import logging
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from sglang.srt.distributed import parallel_state
 from sglang.srt.server_args import get_global_server_args
 
-from sglang_dcp import state
+from sglang_dcp import envs, state
 from sglang_dcp.comm import (
     COMM_BACKENDS,
     Communicator,
@@ -15,8 +16,10 @@ from sglang_dcp.comm import (
     PyncclTransport,
     TorchTransport,
     Transport,
+    hangs_on_peer_access,
     resolve_auto,
 )
+from sglang_dcp.comm.shadow import Shadow
 from sglang_dcp.comm.symmetric import probe_peers
 from sglang_dcp.layout import dcp_groups
 
@@ -30,38 +33,61 @@ def _max_decode_tokens(server_args: Any) -> int:
     return max(max(sizes), 64)
 
 
-def _make_communicator(server_args: Any, coordinator: Any) -> Communicator:
-    on_gpu = server_args.device == "cuda"
+def _choose_backend(server_args: Any, coordinator: Any, device: torch.device) -> str:
+    """Name of the communicator, the same on every rank of the group; one log line says why."""
+    requested = server_args.dcp_comm_backend
+    info = GroupInfo(size=coordinator.world_size, device_type=device.type)
+    if device.type == "cuda" and hangs_on_peer_access(requested, info):
+        able, why = probe_peers(device, coordinator.cpu_group)  # maps memory: only where it matters
+        info = dataclasses.replace(info, peer_access=able, peer_reason=why)
+    name, reason = resolve_auto(requested, info)
+    logger.info(f"DCP group {coordinator.ranks}: communicator {name} ({reason}).")
+    return name
+
+
+def _make_communicator(
+    server_args: Any, coordinator: Any, device: torch.device
+) -> tuple[Communicator, Shadow | None]:
+    """The communicator of this rank, warm; in shadow mode with what compares it with `a2a`."""
     transport: Transport = (
         PyncclTransport(coordinator.pynccl_comm)
-        if on_gpu
+        if device.type == "cuda"
         else TorchTransport(coordinator.device_group)
     )
     model_config = server_args.get_model_config()
     attn_tp_size = parallel_state.get_attn_tp_group().world_size
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    able, why = False, "not asked for"  # the trial maps memory, so only for who wants it
-    if on_gpu and server_args.dcp_comm_backend == "nvlink":
-        able, why = probe_peers(device, coordinator.cpu_group)
-    group_info = GroupInfo(
-        size=coordinator.world_size,
-        device_type=server_args.device,
-        peer_access=able,
-        peer_reason=why,
-    )
-    name, reason = resolve_auto(server_args.dcp_comm_backend, group_info)
-    logger.info(f"DCP group {coordinator.ranks}: communicator {name} ({reason}).")
-    comm = COMM_BACKENDS[name](
-        transport,
-        num_heads=model_config.num_attention_heads // attn_tp_size * server_args.dcp_size,
-        kv_lora_rank=model_config.kv_lora_rank,
-        qk_rope_head_dim=model_config.qk_rope_head_dim,
-        max_tokens=_max_decode_tokens(server_args),
-        dtype=model_config.dtype,
-        device=device,
-    )
-    comm.warm_up()
-    return comm
+    name = _choose_backend(server_args, coordinator, device)
+
+    def make(name: str) -> Communicator:
+        comm = COMM_BACKENDS[name](
+            transport,
+            num_heads=model_config.num_attention_heads // attn_tp_size * server_args.dcp_size,
+            kv_lora_rank=model_config.kv_lora_rank,
+            qk_rope_head_dim=model_config.qk_rope_head_dim,
+            max_tokens=_max_decode_tokens(server_args),
+            dtype=model_config.dtype,
+            device=device,
+        )
+        comm.warm_up()
+        return comm
+
+    if not envs.shadow():
+        return make(name), None
+    check_shadow(name)
+    logger.warning(f"DCP shadow mode: every call of {name} is repeated on a2a. For debugging only.")
+    comm = make(name)
+    return comm, Shadow(comm, make("a2a"))
+
+
+def check_shadow(comm_backend: str) -> None:
+    """Raise ValueError unless shadow mode has something to compare and somewhere to report it."""
+    if comm_backend == "a2a" or envs.counters_dir() is None:
+        raise ValueError(
+            f"{envs.SHADOW}=1 was asked for with communicator {comm_backend} and "
+            f"{envs.COUNTERS_DIR}={envs.counters_dir()}: it compares another communicator with a2a "
+            "and reports through the counters' folder. Use --dcp-comm-backend nvlink and set "
+            f"{envs.COUNTERS_DIR}, or unset {envs.SHADOW}."
+        )
 
 
 def after_initialize_model_parallel(result: None, *args: Any, **kwargs: Any) -> None:
@@ -75,7 +101,9 @@ def after_initialize_model_parallel(result: None, *args: Any, **kwargs: Any) -> 
     attn_tp = parallel_state.get_attn_tp_group()
     groups = dcp_groups(world.world_size, attn_tp.world_size, server_args.dcp_size)
     coordinator = _coordinator(server_args, groups)
-    comm = _make_communicator(server_args, coordinator)
+    on_gpu = server_args.device == "cuda"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    comm, shadow = _make_communicator(server_args, coordinator, device)
     state.set_state(
         state.DcpState(
             dcp_size=server_args.dcp_size,
@@ -84,6 +112,7 @@ def after_initialize_model_parallel(result: None, *args: Any, **kwargs: Any) -> 
             coordinator=coordinator,
             comm=comm,
             owns_coordinator=coordinator is not attn_tp,
+            shadow=shadow,
         )
     )
 

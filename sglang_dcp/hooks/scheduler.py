@@ -88,5 +88,7 @@ def after_get_internal_state(result: Any, self: Any, recv_req: Any) -> Any:
     if state.is_initialized():
         dcp = state.get_state()
         info.update(dcp_size=dcp.dcp_size, dcp_rank=dcp.dcp_rank, comm_backend=dcp.comm.name)
+        if dcp.shadow is not None:
+            info["shadow"] = dcp.shadow.report()
     counters.flush(torch.distributed.get_rank(), info)
     return result

@@ -15,7 +15,7 @@ _ALWAYS = (*table.ARGUMENTS, *table.LAUNCH, *table.SCHEDULER)
 #: What a source patch can mark, by name.
 SEAMS = {
     patch.name: patch
-    for patch in (*_ALWAYS, *table.DCP, *table.OBSERVE, *table.METRICS)
+    for patch in (*_ALWAYS, *table.DCP, *table.OBSERVE, *table.METRICS, *table.REPLICATE_Q)
     if patch.kind in registry.REGISTRY_KINDS
 }
 

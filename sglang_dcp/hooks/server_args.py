@@ -18,7 +18,12 @@ from sglang.srt.utils import is_sm90_supported
 
 from sglang_dcp import envs
 from sglang_dcp.comm import comm_backend_names
-from sglang_dcp.hooks.guards import check_dcp_size, check_options, check_server_args
+from sglang_dcp.hooks.guards import (
+    check_dcp_size,
+    check_options,
+    check_replicate_q_proj,
+    check_server_args,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +78,20 @@ DCP_COMM_BACKEND = ArgField(
     ],
     "auto",
 )
+DCP_REPLICATE_Q_PROJ = ArgField(
+    "dcp_replicate_q_proj",
+    Annotated[
+        bool,
+        Arg(
+            help="Under decode context parallelism, compute the queries of all heads of the group "
+            "on every rank instead of gathering them in each layer: q_b_proj and w_kc are "
+            "gathered once, when weights load, and take dcp_size times their memory.",
+        ),
+    ],
+    False,
+)
 DCP_DERIVED = ArgField("dcp_derived", Annotated[Optional[dict], Arg(no_cli=True)], None)  # noqa: UP045
-FIELDS = (DCP_SIZE, DCP_COMM_BACKEND, DCP_DERIVED)
+FIELDS = (DCP_SIZE, DCP_COMM_BACKEND, DCP_REPLICATE_Q_PROJ, DCP_DERIVED)
 
 
 def _undo_derived(kwargs: dict[str, Any], derived: dict[str, Any] | None) -> None:
@@ -204,6 +221,7 @@ def after_handle_page_size(result: None, self: Any) -> None:
 
 def after_post_init(result: None, self: Any) -> None:
     """AFTER ServerArgs.__post_init__: derive the rest, then refuse what no test exercises."""
+    check_replicate_q_proj(self)
     if self.dcp_size == 1:
         return
     if self.model_path.lower() in ("none", "dummy"):

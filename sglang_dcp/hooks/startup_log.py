@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from sglang_dcp import state
+from sglang_dcp.attention.all_heads import replicated_bytes
 from sglang_dcp.planner.gpus import find_gpu
 from sglang_dcp.planner.models import shape_from_config
 from sglang_dcp.planner.plan import make_plan
@@ -48,4 +49,5 @@ def startup_lines(scheduler: Any, pool: Any) -> list[str]:
         tpot_floor_ms=_tpot_floor_ms(scheduler, context_tokens),
         floor_batch=1,
         floor_context_tokens=context_tokens,
+        replicated_q_bytes=replicated_bytes(scheduler.tp_worker.model_runner.model),
     )

@@ -1,9 +1,9 @@
-"""The one list of what sglang-dcp changes in SGLang 0.5.14 (its part for CPU: table_cpu.py).
+"""The one list of what sglang-dcp changes in SGLang 0.5.14 (parts of it: table_*.py).
 
 ARGUMENTS apply in every process with the plugin (phase 1) and change argument handling only;
 LAUNCH proves that the schedulers are what was asked for. The rest applies in scheduler processes
-(phase 2): DCP when dcp_size > 1, and METRICS then with --enable-metrics; CPU on --device cpu;
-OBSERVE when counters are asked for.
+(phase 2): DCP when dcp_size > 1, then METRICS with --enable-metrics and REPLICATE_Q with
+--dcp-replicate-q-proj; CPU on --device cpu; OBSERVE when counters are asked for.
 """
 
 import importlib.util
@@ -12,6 +12,7 @@ from typing import Any
 from sglang_dcp import envs
 from sglang_dcp.hooks.registry import Patch
 from sglang_dcp.hooks.table_cpu import CPU, CPU_KERNELS
+from sglang_dcp.hooks.table_replicate_q import REPLICATE_Q
 
 _SRT = "sglang.srt."
 _ARGS = _SRT + "server_args.ServerArgs."
@@ -19,7 +20,8 @@ _SCHEDULER = _SRT + "managers.scheduler."
 _HOOKS = "sglang_dcp.hooks."
 _ATTENTION = "sglang_dcp.attention."
 _BACKENDS = _SRT + "layers.attention.attention_registry.ATTENTION_BACKENDS"
-_MHA = _SRT + "models.deepseek_common.attention_forward_methods.forward_mha."
+_COMMON = _SRT + "models.deepseek_common."
+_MHA = _COMMON + "attention_forward_methods.forward_mha."
 _CPU_GONE = "SGLang serves MLA models on CPU without AMX"
 _NATIVE = "SGLang's own DCP covers this release's MLA backends on Hopper"
 
@@ -36,7 +38,7 @@ ARGUMENTS: tuple[Patch, ...] = (
             test="tests/test_server_args.py::test_fields_travel",
             missing_upstream=True,
         )
-        for name in ("dcp_size", "dcp_comm_backend", "dcp_derived")
+        for name in ("dcp_size", "dcp_comm_backend", "dcp_replicate_q_proj", "dcp_derived")
     ),
     Patch(
         name="args-init",
@@ -265,7 +267,7 @@ DCP: tuple[Patch, ...] = (
 )
 
 #: Makes the model hand q_nope and q_pe over apart (decode.py gathers them without a copy).
-_APART = _SRT + "models.deepseek_common.utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS"
+_APART = _COMMON + "utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS"
 
 
 def _backend(name: str) -> tuple[Patch, ...]:
@@ -347,6 +349,8 @@ def phase_two(server_args: Any) -> list[Patch]:
             patches += _backend(server_args.attention_backend)
         if server_args.enable_metrics:
             patches += METRICS
+        if server_args.dcp_replicate_q_proj:
+            patches += REPLICATE_Q
     if envs.counters_dir() is not None:
         patches += OBSERVE
     return patches
@@ -364,6 +368,7 @@ def everything() -> dict[str, tuple[Patch, ...]]:
         "cpu": CPU + CPU_KERNELS,
         "observe": OBSERVE,
         "metrics": METRICS,
+        "replicate-q": REPLICATE_Q,
     }
 
 

@@ -29,6 +29,7 @@ def startup_block(
     tpot_floor_ms: float | None,
     floor_batch: int,
     floor_context_tokens: int,
+    replicated_q_bytes: int = 0,
 ) -> list[str]:
     """Lines of the start-up log that prove DCP is active, without logger prefixes.
 
@@ -41,12 +42,13 @@ def startup_block(
         tpot_floor_ms: `DcpOption.tpot_floor_ms` at the batch and context of the next two, or None
             where the planner does not know the device.
         floor_batch, floor_context_tokens: what the floor was computed for.
+        replicated_q_bytes: of each rank, for the other ranks' heads; 0 if queries are gathered.
     """
     at = f"at {floor_batch:,} x {format_count(floor_context_tokens)} tokens"
     floor = "not predicted on this device"
     if tpot_floor_ms is not None:
         floor = f"{format_ms(tpot_floor_ms)} {at} (KV read and exchange only)"
-    rows = (
+    rows: tuple[tuple[str, str], ...] = (
         ("logical capacity", f"{logical_capacity_tokens:,} tokens"),
         ("rows per rank", f"{rows_per_rank:,} (one latent row per token and layer)"),
         ("KV bytes per rank", f"{format_bytes(kv_bytes_per_rank)} ({kv_bytes_per_rank:,} bytes)"),
@@ -54,6 +56,9 @@ def startup_block(
         ("attention backend", attention_backend),
         ("predicted TPOT floor", floor),
     )
+    if replicated_q_bytes:
+        cost = f"{format_bytes(replicated_q_bytes)} ({replicated_q_bytes:,} bytes) per rank"
+        rows += (("replicated Q weights", cost),)
     width = max(len(label) for label, _ in rows)
     head = f"DCP is active: the KV cache is striped over {dcp_size} ranks"
     return [head, *(f"  {label:<{width}}  {value}" for label, value in rows)]

@@ -56,6 +56,29 @@ class Client:
             arrivals[event.get("index", 0)].append((time.monotonic(), num_tokens))
         return arrivals
 
+    def first_token(
+        self, prompt: Sequence[int], timeout_s: float = 600.0
+    ) -> tuple[float, dict[str, Any]]:
+        """Time to the first token of one token-id prompt, greedily.
+
+        Returns:
+            Seconds from sending the request, which has been encoded by then, to the arrival of the
+            token; and the token's `meta_info`.
+
+        Raises:
+            ServerError: the server refused, or ended the stream with an error or without a token.
+        """
+        body = _generate_body([prompt], 1) | {"stream": True}
+        request = self._post_request("/generate", body)
+        began, result = time.monotonic(), None
+        for event in self._events(request, timeout_s):
+            if "error" in event:
+                raise ServerError(f"{request.full_url} ended its stream with {event['error']}")
+            result = result or (time.monotonic() - began, dict(event["meta_info"]))
+        if result is None:
+            raise ServerError(f"{request.full_url} ended its stream without a token")
+        return result
+
     def _post_request(self, path: str, body: Any) -> urllib.request.Request:
         header = {"Content-Type": "application/json"}
         return urllib.request.Request(self.url + path, json.dumps(body).encode(), header)

@@ -1,4 +1,4 @@
-"""Figures of benchmark results: `bench_decode.py` and `bench_exchange.py`, from their JSON."""
+"""Figures of benchmark results, from the JSON of `bench_decode.py` and its siblings."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,17 +16,20 @@ def plot_record(record: dict[str, Any], path: Path) -> None:
     """Draw a result file into `path`; the suffix picks the format.
 
     Raises:
-        ValueError: the record is of neither benchmark, matplotlib is missing, or the file cannot
+        ValueError: the record is of no benchmark, matplotlib is missing, or the file cannot
             be written.
     """
-    if "runs" in record:
+    if "crossover" in record:
+        plot_prefill(record, path)
+    elif "runs" in record:
         plot_decode(record, path)
     elif record.get("rows") and "gather_p50_us" in record["rows"][0]:
         plot_exchange(record, path)
     else:
         raise ValueError(
             f"a figure {path} was asked for of a result with the keys {', '.join(record)}: there "
-            "are figures of bench_decode.py (runs) and bench_exchange.py (rows). Give one of these."
+            "are figures of bench_decode.py, bench_prefill.py (runs) and bench_exchange.py (rows). "
+            "Give one of these."
         )
 
 
@@ -97,6 +100,42 @@ def plot_exchange(record: dict[str, Any], path: Path) -> None:
     )
     figure.tight_layout(rect=(0, 0.05, 1, 1))
     _save(pyplot, figure, path)
+
+
+def plot_prefill(record: dict[str, Any], path: Path) -> None:
+    """Time to the first token over new tokens (left) and over the prefix (right), by server.
+
+    Args:
+        record: what `bench_prefill.py --json` writes.
+        path: file to write.
+    """
+    pyplot = import_pyplot(f"--plot {path}")
+    figure, (by_new, by_prefix) = pyplot.subplots(1, 2, figsize=(9.6, 4.4))
+    for index, run in enumerate(record["runs"]):
+        one_prompt = [row for row in run["rows"] if row["sweep"] != "prefix"]
+        prefixes = [row for row in run["rows"] if row["sweep"] == "prefix"]
+        style = {"color": _color(index), "marker": "o", "ms": 3.5, "label": run["label"]}
+        _ttft_line(by_new, one_prompt, "new_tokens", style)
+        _ttft_line(by_prefix, prefixes, "prefix_tokens", style)
+    for name, line in (("measured", "-"), ("predicted", ":")):
+        tokens = record["crossover"][f"{name}_new_tokens"]
+        if tokens is not None:
+            by_new.axvline(tokens, color="black", lw=0.8, ls=line, label=f"crossover, {name}")
+    for axes, label in ((by_new, "new tokens on one prompt"), (by_prefix, "cached prefix, tokens")):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel(label)
+        axes.grid(alpha=0.25)
+    by_new.set_ylabel("time to first token, ms (p50)")
+    by_new.legend(frameon=False, fontsize=8)
+    figure.suptitle(f"{record['hardware']}, {record['model']}, {record['date']}", fontsize=11)
+    figure.tight_layout()
+    _save(pyplot, figure, path)
+
+
+def _ttft_line(axes: Any, rows: Sequence[dict[str, Any]], key: str, style: dict[str, Any]) -> None:
+    ordered = sorted(rows, key=lambda row: row[key])
+    axes.plot([row[key] for row in ordered], [row["ttft_p50_ms"] for row in ordered], **style)
 
 
 def _color(index: int) -> str:
