@@ -44,6 +44,9 @@ FIELDS = """
     dcp_comm_backend: dcp_args.DCP_COMM_BACKEND.annotation = (
         dcp_args.DCP_COMM_BACKEND.default
     )
+    dcp_workspace_mb: dcp_args.DCP_WORKSPACE_MB.annotation = (
+        dcp_args.DCP_WORKSPACE_MB.default
+    )
     dcp_derived: dcp_args.DCP_DERIVED.annotation = dcp_args.DCP_DERIVED.default
 """
 

@@ -1,0 +1,66 @@
+"""How many prefix tokens fit into `--dcp-workspace-mb` while pass-KV reads them: pure arithmetic.
+
+pass-KV expands the latent rows of a prefix into K and V of every local head, some 60 KB a token
+where the latent row has 1.1 KB, so a prefix is read in chunks (bounded buffers as in "Untied
+Ulysses", arXiv 2602.21196). Imports neither torch nor SGLang.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_SLOT_BYTES = 4  # int32, upstream's kv_indices
+_INDEX_BYTES = 8  # int64 at most, the gather plan's
+
+
+@dataclass(frozen=True)
+class ReadShape:
+    """Sizes of a pass-KV read on one rank.
+
+    Attributes:
+        dcp_size: c.
+        heads_local: heads that this rank expands, H / attention-TP.
+        kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim: 512, 128, 64, 128.
+        element_bytes: of cache, activations and K, V alike: 2 in bf16.
+    """
+
+    dcp_size: int
+    heads_local: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    element_bytes: int
+
+    def group_bytes(self) -> dict[str, int]:
+        """Bytes that live at once, by tensor, for c consecutive prefix tokens (one row a rank).
+
+        They are those of the moment in which a chunk is attended to while the next one arrives.
+        What grows with the new tokens (queries, outputs) is bounded by the prefill chunk size and
+        no part of the read.
+        """
+        c, e = self.dcp_size, self.element_bytes
+        row = (self.kv_lora_rank + self.qk_rope_head_dim) * e
+        nope, rope, v = self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim
+        return {
+            "send": row,  # rows of this rank, of the next chunk
+            "gathered": c * row,  # rows of all ranks in rank order, of the next chunk
+            "nope and rope": c * row,  # in token order, of this chunk
+            "kv": c * self.heads_local * (nope + v) * e,  # what kv_b_proj makes of nope; v is in it
+            "k": c * self.heads_local * (nope + rope) * e,  # nope of kv and rope, put together
+            "indices": c * (_SLOT_BYTES + _INDEX_BYTES) + _INDEX_BYTES,  # slots, source, send rows
+        }
+
+
+def workspace_tokens(workspace_bytes: int, shape: ReadShape) -> int:
+    """Prefix tokens that a chunk may have so that everything of its read fits, a multiple of c.
+
+    Args:
+        workspace_bytes: bound on the sum of `shape.group_bytes()` over the chunk.
+    """
+    return workspace_bytes // sum(shape.group_bytes().values()) * shape.dcp_size
+
+
+def workspace_bytes(tokens: int, shape: ReadShape) -> int:
+    """Bytes that a chunk of `tokens` prefix tokens (rounded up to a multiple of c) needs."""
+    return -(-tokens // shape.dcp_size) * sum(shape.group_bytes().values())
