@@ -1,8 +1,8 @@
 """How many prefix tokens fit into `--dcp-workspace-mb` while pass-KV reads them: pure arithmetic.
 
-pass-KV expands the latent rows of a prefix into K and V of every local head, some 60 KB a token
-where the latent row has 1.1 KB, so a prefix is read in chunks (bounded buffers as in "Untied
-Ulysses", arXiv 2602.21196). Imports neither torch nor SGLang.
+pass-KV expands the latent rows of a prefix into K and V of every local head, some 50 KB a token for
+96 heads on two GPUs, where the latent row has 1.1 KB. So a prefix is read in chunks (bounded
+buffers as in "Untied Ulysses", arXiv 2602.21196). Imports neither torch nor SGLang.
 """
 
 from __future__ import annotations
@@ -35,19 +35,22 @@ class ReadShape:
     def group_bytes(self) -> dict[str, int]:
         """Bytes that live at once, by tensor, for c consecutive prefix tokens (one row a rank).
 
-        They are those of the moment in which a chunk is attended to while the next one arrives.
-        What grows with the new tokens (queries, outputs) is bounded by the prefill chunk size and
-        no part of the read.
+        A chunk is worked on while the next one arrives. Upstream's loop keeps a view of the last
+        chunk's kv until it has the new one, so beside kv lives either that, or the new copies in
+        token order (before the new kv), or k (after it). What grows with the new tokens (queries,
+        outputs) is bounded by the prefill chunk size and no part of the read.
         """
         c, e = self.dcp_size, self.element_bytes
-        row = (self.kv_lora_rank + self.qk_rope_head_dim) * e
         nope, rope, v = self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim
+        row = (self.kv_lora_rank + rope) * e
+        kv = c * self.heads_local * (nope + v) * e
+        k = c * self.heads_local * (nope + rope) * e
         return {
             "send": row,  # rows of this rank, of the next chunk
             "gathered": c * row,  # rows of all ranks in rank order, of the next chunk
             "nope and rope": c * row,  # in token order, of this chunk
-            "kv": c * self.heads_local * (nope + v) * e,  # what kv_b_proj makes of nope; v is in it
-            "k": c * self.heads_local * (nope + rope) * e,  # nope of kv and rope, put together
+            "kv": kv,  # what kv_b_proj makes of nope; v is a view of it
+            "k or last kv": max(k, kv, c * row),
             "indices": c * (_SLOT_BYTES + _INDEX_BYTES) + _INDEX_BYTES,  # slots, source, send rows
         }
 

@@ -88,7 +88,16 @@ def test_hooks_take_what_their_targets_take(plugin):
 def test_every_hook_module_is_in_the_table():
     modules = {path.stem for path in (ROOT / "sglang_dcp/hooks").glob("*.py")}
     used = {p.hook.split(":")[0].rpartition(".")[2] for p in all_patches() if ".hooks." in p.hook}
-    helpers = {"__init__", "guards", "registry", "seam", "startup_log", "table", "table_cpu"}
+    helpers = {
+        "__init__",
+        "guards",
+        "registry",
+        "seam",
+        "startup_log",
+        "table",
+        "table_cpu",
+        "workspace",
+    }
     assert modules - used == helpers
 
 

@@ -1,6 +1,7 @@
 """pass-KV: the collective read of striped prefixes against direct indexing of the whole cache."""
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -380,7 +381,7 @@ def test_every_prefix_is_read_in_chunks(plugin, monkeypatch, backend, prefix):
         AttnForwardMethod,
     )
 
-    from sglang_dcp.hooks.forward_mha import NO_ONE_SHOT_BACKENDS
+    from sglang_dcp.hooks.forward_mha import around_support_mha_one_shot
 
     attn = SimpleNamespace(
         flashinfer_mla_disable_ragged=False,
@@ -396,7 +397,8 @@ def test_every_prefix_is_read_in_chunks(plugin, monkeypatch, backend, prefix):
     monkeypatch.setattr(handler, "mla_use_prefill_cp", lambda batch: False)
     choose = handler._handle_attention_backend
     assert choose(attn, batch, backend) == AttnForwardMethod.MHA_ONE_SHOT
-    monkeypatch.setattr(handler, "MHA_ONE_SHOT_SUPPORTED_BACKENDS", NO_ONE_SHOT_BACKENDS)
+    ours = functools.partial(around_support_mha_one_shot, handler._support_mha_one_shot)
+    monkeypatch.setattr(handler, "_support_mha_one_shot", ours)
     assert choose(attn, batch, backend) == AttnForwardMethod.MHA_CHUNKED_KV
 
 

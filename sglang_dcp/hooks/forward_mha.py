@@ -14,12 +14,18 @@ from sglang.srt.environ import envs
 from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
 
 from sglang_dcp import state
-from sglang_dcp.hooks.workspace import prefix_chunk_tokens
 from sglang_dcp.prefix_gather import PrefixChunk, make_gather_plans, pack_chunks
 
-#: In place of upstream's MHA_ONE_SHOT_SUPPORTED_BACKENDS: that form reads whole sequences from the
-#: pool, so it would gather the fresh tokens too, which are on every rank already.
-NO_ONE_SHOT_BACKENDS: tuple[str, ...] = ()
+
+def around_support_mha_one_shot(
+    original: Callable[..., bool], attn: Any, forward_batch: Any, backend_name: str
+) -> bool:
+    """AROUND attention_backend_handler._support_mha_one_shot: never; chunks serve every batch.
+
+    The one-shot form reads whole sequences from the pool, so it would gather the fresh tokens too,
+    which every rank has just computed.
+    """
+    return False
 
 
 def around_prepare_chunked_prefix_cache_info(
@@ -99,12 +105,9 @@ def around_get_mla_kv_buffer(
     )
 
 
-def force_expanded_prefill(server_args: Any) -> None:
-    """Make upstream prefill on expanded K and V whatever the prefix length, in bounded chunks.
+def force_expanded_prefill() -> None:
+    """Make upstream prefill on expanded K and V whatever the prefix length.
 
     Below its threshold (8192 tokens) it would attend absorbed over the paged pool.
     """
     envs.SGLANG_CHUNKED_PREFIX_CACHE_THRESHOLD.set(0)
-    tokens = min(envs.SGLANG_MAX_KV_CHUNK_CAPACITY.get(), prefix_chunk_tokens(server_args))
-    dcp_size = server_args.dcp_size
-    envs.SGLANG_MAX_KV_CHUNK_CAPACITY.set(max(tokens // dcp_size, 1) * dcp_size)

@@ -18,6 +18,7 @@ from sglang_dcp.comm import (
     resolve_auto,
 )
 from sglang_dcp.comm.symmetric import probe_peers
+from sglang_dcp.hooks.workspace import limit_prefix_chunks
 from sglang_dcp.layout import dcp_groups
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ def after_initialize_model_parallel(result: None, *args: Any, **kwargs: Any) -> 
         group_name="dcp",
     )
     comm = _make_communicator(server_args, coordinator)
+    limit_prefix_chunks(server_args)
     state.set_state(
         state.DcpState(
             dcp_size=server_args.dcp_size,

@@ -31,7 +31,7 @@ def activate(server_args: Any) -> None:
     if server_args.dcp_size > 1:
         from sglang_dcp.hooks.forward_mha import force_expanded_prefill
 
-        force_expanded_prefill(server_args)
+        force_expanded_prefill()
 
 
 def before_configure_scheduler_process(server_args: Any, *args: Any, **kwargs: Any) -> None:

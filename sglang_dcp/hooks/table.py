@@ -275,11 +275,10 @@ DCP: tuple[Patch, ...] = (
     ),
     Patch(
         name="no-one-shot",
-        target=_SRT + "models.deepseek_common.attention_backend_handler."
-        "MHA_ONE_SHOT_SUPPORTED_BACKENDS",
-        kind="attr",
-        params=None,
-        hook=_HOOKS + "forward_mha:NO_ONE_SHOT_BACKENDS",
+        target=_SRT + "models.deepseek_common.attention_backend_handler._support_mha_one_shot",
+        kind="around",
+        params=("attn", "forward_batch", "backend_name"),
+        hook=_HOOKS + "forward_mha:around_support_mha_one_shot",
         why="the one-shot form would gather fresh tokens, which are on every rank",
         remove_when=_NATIVE,
         test="tests/test_prefix_gather.py::test_every_prefix_is_read_in_chunks",

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from sglang.srt.environ import envs
+
 from sglang_dcp.workspace import ReadShape, workspace_bytes, workspace_tokens
 
 MIB = 2**20
@@ -26,6 +28,12 @@ def prefix_chunk_tokens(args: Any) -> int:
     """Prefix tokens of a chunk of `args`: what fits the workspace, in whole widened pages."""
     tokens = workspace_tokens(args.dcp_workspace_mb * MIB, read_shape(args))
     return tokens // args.page_size * args.page_size
+
+
+def limit_prefix_chunks(args: Any) -> None:
+    """Lower upstream's chunk capacity to what fits the workspace, in whole groups of dcp_size."""
+    tokens = min(envs.SGLANG_MAX_KV_CHUNK_CAPACITY.get(), prefix_chunk_tokens(args))
+    envs.SGLANG_MAX_KV_CHUNK_CAPACITY.set(max(tokens // args.dcp_size, 1) * args.dcp_size)
 
 
 def check_workspace(args: Any) -> None:
