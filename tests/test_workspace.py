@@ -1,6 +1,8 @@
 """--dcp-workspace-mb: pure accounting, what is refused, and what a read really allocates."""
 
+import dataclasses
 import math
+import pickle
 import random
 from types import SimpleNamespace
 
@@ -75,6 +77,24 @@ def test_expanded_heads_are_most_of_it():
 
 @pytest.mark.usefixtures("plugin")
 class TestArguments:
+    def test_a_real_field(self, tiny_model):
+        """CLI, keywords, pickle, asdict and replace carry it; without DCP it changes nothing."""
+        from sglang.srt.server_args import prepare_server_args
+
+        command = ["--model-path", str(tiny_model), "--tp", "8", "--device", "cpu"]
+        assert prepare_server_args(command).dcp_workspace_mb == 512
+        asked = [*command, "--dcp-size", "8", "--dcp-workspace-mb", "33"]
+        assert prepare_server_args(asked).dcp_workspace_mb == 33
+        args = make_args(tiny_model, dcp_size=8, dcp_workspace_mb=33)
+        assert args != make_args(tiny_model, dcp_size=8)
+        for travelled in (
+            pickle.loads(pickle.dumps(args)),
+            type(args)(**dataclasses.asdict(args)),
+            dataclasses.replace(args),
+        ):
+            assert travelled == args
+            assert travelled.dcp_workspace_mb == 33
+
     def test_too_small_for_a_page(self, tiny_model):
         said = "8 tokens of 2 heads need 1 MiB. Use --dcp-workspace-mb 1 or more"
         with pytest.raises(

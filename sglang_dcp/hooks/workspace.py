@@ -1,10 +1,13 @@
 """The workspace of pass-KV for a set of server arguments: its chunk size, and what is refused."""
 
+import logging
 from typing import Any
 
 from sglang.srt.environ import envs
 
 from sglang_dcp.workspace import ReadShape, workspace_bytes, workspace_tokens
+
+logger = logging.getLogger(__name__)
 
 MIB = 2**20
 
@@ -33,7 +36,12 @@ def prefix_chunk_tokens(args: Any) -> int:
 def limit_prefix_chunks(args: Any) -> None:
     """Lower upstream's chunk capacity to what fits the workspace, in whole groups of dcp_size."""
     tokens = min(envs.SGLANG_MAX_KV_CHUNK_CAPACITY.get(), prefix_chunk_tokens(args))
-    envs.SGLANG_MAX_KV_CHUNK_CAPACITY.set(max(tokens // args.dcp_size, 1) * args.dcp_size)
+    tokens = max(tokens // args.dcp_size, 1) * args.dcp_size
+    envs.SGLANG_MAX_KV_CHUNK_CAPACITY.set(tokens)
+    logger.info(
+        f"DCP: pass-KV reads prefixes in chunks of {tokens} tokens "
+        f"(--dcp-workspace-mb {args.dcp_workspace_mb})."
+    )
 
 
 def check_workspace(args: Any) -> None:
