@@ -454,7 +454,18 @@ def test_version_is_pinned_once():
     assert callable(getattr(importlib.import_module(module), function))
 
 
-CORE = ("layout", "kernels", "comm", "planner", "prefix_gather", "state", "counters", "envs")
+CORE = (
+    "layout",
+    "kernels",
+    "comm",
+    "planner",
+    "prefix_gather",
+    "prefix_reader",
+    "workspace",
+    "state",
+    "counters",
+    "envs",
+)
 NO_SGLANG = """
 import importlib, pkgutil, sys
 
