@@ -106,7 +106,7 @@ class GatherPlan:
         send = _bytes_like(rows, num_bytes) if send is None else send[:num_bytes]
         total_bytes = self.dcp_size * num_bytes
         out = _bytes_like(rows, total_bytes) if out is None else out[:total_bytes]
-        words = _as_words(rows)  # wide loads, and dtypes that cannot be indexed
+        words = _as_words(rows)
         own = send.view(words.dtype).view(num_rows, words.shape[1])
         torch.index_select(words, 0, self.send_rows, out=own)
         transport.all_gather(out, send)
@@ -117,26 +117,30 @@ class GatherPlan:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of `gathered` [c, N, W] in token order: nope [T, 512] and rope [T, 64]."""
         parts = gathered[..., :kv_lora_rank], gathered[..., kv_lora_rank:]
-        nope, rope = (self._ordered(part, dtype) for part in parts)
+        nope, rope = (self._ordered(_as_words(part)).view(part.dtype).to(dtype) for part in parts)
         return nope, rope
 
-    def _ordered(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        width = part.shape[2]
+    def _ordered(self, part: torch.Tensor) -> torch.Tensor:
+        """[T, n], a copy of `part` [c, N, n]."""
         if self.source is not None:
-            return part.flatten(0, 1).index_select(0, self.source).to(dtype)
-        out = part.new_empty((part.shape[1], self.dcp_size, width), dtype=dtype)
-        return out.copy_(part.transpose(0, 1)).view(-1, width)
+            return part.flatten(0, 1).index_select(0, self.source)
+        out = part.new_empty((part.shape[1], self.dcp_size, part.shape[2]))
+        return out.copy_(part.transpose(0, 1)).flatten(0, 1)
 
 
 def _bytes_like(rows: torch.Tensor, num_bytes: int) -> torch.Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, device=rows.device)
 
 
-def _as_words(rows: torch.Tensor) -> torch.Tensor:
-    """`rows` [C, W] as the widest integers that a row is made of."""
-    row_bytes = rows.shape[1] * rows.element_size()
+def _as_words(t: torch.Tensor) -> torch.Tensor:
+    """`t` [..., n], last dim contiguous, as the widest integers that its rows consist of.
+
+    Copies then move 8 bytes an element, in dtypes that torch can copy and index.
+    """
+    spans = [t.shape[-1], t.storage_offset(), *t.stride()[:-1]]
+    num_bytes = [span * t.element_size() for span in spans]
     words = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
-    return rows.view(next(dtype for size, dtype in words if row_bytes % size == 0))
+    return t.view(next(word for size, word in words if not any(n % size for n in num_bytes)))
 
 
 def make_gather_plans(
