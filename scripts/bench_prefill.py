@@ -25,7 +25,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from sglang_dcp.planner import GpuSpec, load_gpu, load_model
+from sglang_dcp.planner import load_gpu, load_model
 from sglang_dcp.planner.gpus import find_gpu
 from sglang_dcp.planner.plot import import_pyplot
 from sglang_dcp.testing import bench, prefill
@@ -125,13 +125,24 @@ def run_own(config: Config, folder: Path, args: argparse.Namespace, board: Board
     }
 
 
-def run_sweep(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Start, measure and stop one server after the other."""
+def run_sweep(folder: Path, args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
+    """Start, measure and stop one server after the other.
+
+    Returns:
+        Runs of those that could be measured, as GPU time is dear, and what went wrong with others.
+    """
     sizes = {name: 1 if name == "upstream" else args.dcp_size for name in args.servers}
     configs = [Config(name, args.backend, sizes[name]) for name in args.servers]
     board = Board(len(configs) * (1 + len(args.points)))
+    runs, failures = [], []
     with board.progress:
-        return [run_own(config, folder, args, board) for config in configs]
+        for config in configs:
+            try:
+                runs.append(run_own(config, folder, args, board))
+            except ServerError as error:
+                failures.append(f"{config.label}: {error}")
+                board.done(f"{config.label} failed")
+    return runs, failures
 
 
 def show(runs: list[dict[str, Any]], crossover: dict[str, Any], tp_size: int) -> None:
@@ -237,38 +248,37 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def measure(args: argparse.Namespace, gpu: GpuSpec | None) -> dict[str, Any]:
-    """Runs and crossovers of all servers."""
-    folder = write_model(args.model, args.log_dir / args.model)
-    runs = run_sweep(folder, args)
-    prefill.add_ratios(runs)
-    crossover = prefill.crossovers(
-        runs,
-        load_model(str(folder)),
-        gpu,
-        prefix_tokens=args.prompt_tokens,
-        tp_size=args.tp,
-        dcp_size=args.dcp_size,
-    )
-    return {"runs": runs, "crossover": crossover}
-
-
 def main(argv: list[str] | None = None) -> int:
-    """Measure, print, and write what was asked for; returns the exit code."""
+    """Measure, print, and write what was asked for; returns the exit code, 1 if a server failed."""
     try:
         args = parse(argv)
         gpu = load_gpu(args.gpu) if args.gpu else find_gpu(bench.gpu_name())
-        results = measure(args, gpu)
-    except (ValueError, ServerError) as error:
+        folder = write_model(args.model, args.log_dir / args.model)
+        runs, failures = run_sweep(folder, args)
+        sizes = {"tp_size": args.tp, "dcp_size": args.dcp_size}
+        crossover = prefill.crossovers(
+            runs, load_model(str(folder)), gpu, prefix_tokens=args.prompt_tokens, **sizes
+        )
+    except ValueError as error:
         sys.exit(f"error: {error}")
-    show(results["runs"], results["crossover"], args.tp)
+    if runs:
+        report(runs, crossover, args)
+    for failure in failures:
+        print(f"error: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def report(runs: list[dict[str, Any]], crossover: dict[str, Any], args: argparse.Namespace) -> None:
+    """Print the table; write what was asked for."""
+    prefill.add_ratios(runs)
+    show(runs, crossover, args.tp)
     hardware = f"{args.tp} x {args.gpu or bench.gpu_name()}"
-    result = bench.record("bench_prefill.py", hardware, args.git_hash, model=args.model, **results)
+    known = {"model": args.model, "runs": runs, "crossover": crossover}
+    result = bench.record("bench_prefill.py", hardware, args.git_hash, **known)
     if args.json:
         args.json.write_text(json.dumps(result, indent=1))
     if args.plot:
         plot_prefill(result, args.plot)
-    return 0
 
 
 if __name__ == "__main__":

@@ -47,6 +47,9 @@ FIELDS = """
     dcp_replicate_q_proj: dcp_args.DCP_REPLICATE_Q_PROJ.annotation = (
         dcp_args.DCP_REPLICATE_Q_PROJ.default
     )
+    dcp_workspace_mb: dcp_args.DCP_WORKSPACE_MB.annotation = (
+        dcp_args.DCP_WORKSPACE_MB.default
+    )
     dcp_derived: dcp_args.DCP_DERIVED.annotation = dcp_args.DCP_DERIVED.default
 """
 

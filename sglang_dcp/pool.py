@@ -1,5 +1,6 @@
 """The striped latent pool of one rank: stage 2 of the decode step, and the read of pass-KV."""
 
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -8,6 +9,7 @@ from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool, unwrap_write_loc
 from sglang_dcp import counters, state
 from sglang_dcp.kernels.kv_write import set_mla_kv_buffer_dcp_sharded
 from sglang_dcp.prefix_gather import GatherPlan
+from sglang_dcp.prefix_reader import PrefixReader
 
 
 class DcpMLATokenToKVPool(MLATokenToKVPool):
@@ -17,6 +19,8 @@ class DcpMLATokenToKVPool(MLATokenToKVPool):
     virtual c * C and P * c. Both of upstream's writers end in one kernel with the owner mask;
     every other method of upstream that takes slots raises.
     """
+
+    _prefix_reader: PrefixReader | None = None
 
     def set_mla_kv_buffer(
         self,
@@ -52,28 +56,52 @@ class DcpMLATokenToKVPool(MLATokenToKVPool):
         nope, rope = cache_k.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         self.set_mla_kv_buffer(layer, loc, nope, rope)
 
-    def gather_prefix(
-        self, layer_id: int, plan: GatherPlan, dtype: torch.dtype
+    def read_prefix_chunk(
+        self,
+        layer_id: int,
+        plans: Sequence[GatherPlan],
+        index: int,
+        max_tokens: int,
+        dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Collective read (pass-KV): the latent rows of whole sequences, from all stripes.
+        """Collective read (pass-KV) of one chunk of prefixes, within static buffers.
 
-        Every rank of the group calls this with the same lengths in its plan.
+        Every rank of the group reads all chunks of a layer, in order, with the same lengths.
 
         Args:
             layer_id: layer.
-            plan: which rows go where, made once per batch.
+            plans: of all chunks of the batch, made once.
+            index: chunk.
+            max_tokens: most tokens of a chunk of any batch; sizes the buffers at the first read.
             dtype: dtype of the result.
 
         Returns:
-            nope [T, 512] and rope [T, 1, 64], contiguous, in the plan's token order.
+            nope [T, 512] and rope [T, 1, 64], contiguous, in token order.
         """
         counters.count("kv_gather")
-        nope, rope = plan.gather(
-            self.kv_buffer[layer_id - self.start_layer].squeeze(1),
-            state.get_state().comm.transport,
-            self.kv_lora_rank,
-        )
-        return nope.to(dtype), rope.unsqueeze(1).to(dtype)
+        rows = self._rows(layer_id)
+        if self._prefix_reader is None:
+            row_bytes = rows.shape[1] * rows.element_size()
+            transport = state.get_state().comm.transport
+            self._prefix_reader = PrefixReader(transport, max_tokens, row_bytes, rows.device)
+        nope, rope = self._prefix_reader.read(rows, plans, index, self.kv_lora_rank, dtype)
+        return nope, rope.unsqueeze(1)
+
+    def gather_prefix(
+        self, layer_id: int, plan: GatherPlan, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Collective read of whole prefixes at once, for attention that cannot take chunks.
+
+        Its buffers are temporaries that grow with the prefix. Results as of `read_prefix_chunk`.
+        """
+        counters.count("kv_gather")
+        gathered = plan.gather(self._rows(layer_id), state.get_state().comm.transport)
+        nope, rope = plan.in_order(gathered, self.kv_lora_rank, dtype)
+        return nope, rope.unsqueeze(1)
+
+    def _rows(self, layer_id: int) -> torch.Tensor:
+        """[C + P, 576] of a layer."""
+        return self.kv_buffer[layer_id - self.start_layer].squeeze(1)
 
     def _no_slot_access(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(

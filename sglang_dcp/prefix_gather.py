@@ -1,7 +1,13 @@
-"""pass-KV: read whole prefixes out of a striped pool (arXiv 2411.01783, seed 2).
+"""pass-KV: read whole prefixes out of a striped pool (arXiv 2411.01783, seed 2), chunk by chunk.
 
-A plan says which rows of this rank go out and where the gathered rows belong; it is made once per
-batch from lengths that all ranks know, without a host sync, and used by every layer.
+Legend: c = dcp_size, W = 576 (nope 512 | rope 64), group = the c positions [g * c, (g + 1) * c) of
+a request, one on each rank.
+
+A widened page holds consecutive positions in consecutive slots and starts at a multiple of c, so
+all slots of a group have the same slot // c: every rank finds its token of a group in the same
+physical row. A chunk therefore starts at groups, every rank sends one row for each group, and no
+rank needs to know what another one owns. In a group that the prefix cuts short, the ranks behind
+its end send whatever their row holds, and it is dropped by a select.
 """
 
 from collections.abc import Sequence
@@ -11,78 +17,168 @@ from itertools import accumulate
 import torch
 
 from sglang_dcp.comm.transport import Transport
-from sglang_dcp.layout import first_owned, local_len
+
+
+@dataclass(frozen=True)
+class PrefixChunk:
+    """Positions [starts[b], starts[b] + lens[b]) of every request b; starts are multiples of c."""
+
+    starts: tuple[int, ...]
+    lens: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all requests."""
+        return sum(self.lens)
+
+    def num_groups(self, dcp_size: int) -> int:
+        """Groups of all requests, which is the number of rows that every rank sends."""
+        return sum(-(-length // dcp_size) for length in self.lens)
+
+
+def pack_chunks(prefix_lens: Sequence[int], max_tokens: int, dcp_size: int) -> list[PrefixChunk]:
+    """Cut prefixes into chunks that hold at most `max_tokens` tokens in whole groups.
+
+    Requests are taken one after another and chunks filled up, however many requests there are and
+    however unequal their prefixes; upstream gives every request the same share of every chunk.
+
+    Args:
+        prefix_lens: [B] host integers, at least 0.
+        max_tokens: at least c.
+        dcp_size: c.
+
+    Returns:
+        Chunks in order; the tokens of all chunks, one after another, are those of all prefixes.
+    """
+    assert max_tokens >= dcp_size, (max_tokens, dcp_size)
+    full = max_tokens // dcp_size * dcp_size
+    chunks: list[PrefixChunk] = []
+    starts, lens, room = [0] * len(prefix_lens), [0] * len(prefix_lens), full
+    for request, prefix_len in enumerate(prefix_lens):
+        position = 0
+        while position < prefix_len:
+            taken = min(prefix_len - position, room)
+            starts[request], lens[request] = position, taken
+            position, room = position + taken, room - -(-taken // dcp_size) * dcp_size
+            if room == 0:
+                chunks.append(PrefixChunk(tuple(starts), tuple(lens)))
+                starts, lens, room = [0] * len(prefix_lens), [0] * len(prefix_lens), full
+    if any(lens):
+        chunks.append(PrefixChunk(tuple(starts), tuple(lens)))
+    return chunks
 
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """Which rows a rank sends and where gathered rows go.
+    """Which rows a rank sends for one chunk and where the gathered rows go.
 
     Attributes:
-        send_rows: [N_max] int64, physical rows of this rank in sending order; ranks that own
-            fewer tokens than the fullest one send row 0 for the rest.
-        source: [T] int64, for every token of the result its row among the gathered [c * N_max].
-        dcp_size: number of ranks, c.
+        send_rows: [N] integers, physical rows of this rank, one for each group.
+        source: [T] int64, for every token its row among the gathered [c * N]; None if all groups
+            are whole: the tokens are then the gathered rows, groups first.
+        dcp_size: c.
     """
 
     send_rows: torch.Tensor
-    source: torch.Tensor
+    source: torch.Tensor | None
     dcp_size: int
 
     def gather(
-        self, rows: torch.Tensor, transport: Transport, kv_lora_rank: int
+        self,
+        rows: torch.Tensor,
+        transport: Transport,
+        send: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Gather the chunk from `rows` [C + P, W] of every rank, as bytes whatever the dtype.
+
+        Args:
+            rows: this rank's rows, contiguous.
+            transport: collectives of the group.
+            send: [>= N * W * element size] uint8 scratch; allocated if None.
+            out: [>= c * N * W * element size] uint8 for the result; allocated if None.
+
+        Returns:
+            [c, N, W] of rows' dtype, in rank order.
+        """
+        num_rows, row_bytes = self.send_rows.shape[0], rows.shape[1] * rows.element_size()
+        num_bytes = num_rows * row_bytes
+        send = _bytes_like(rows, num_bytes) if send is None else send[:num_bytes]
+        total_bytes = self.dcp_size * num_bytes
+        out = _bytes_like(rows, total_bytes) if out is None else out[:total_bytes]
+        words = _as_words(rows)
+        own = send.view(words.dtype).view(num_rows, words.shape[1])
+        torch.index_select(words, 0, self.send_rows, out=own)
+        transport.all_gather(out, send)
+        return out.view(rows.dtype).view(self.dcp_size, num_rows, rows.shape[1])
+
+    def in_order(
+        self, gathered: torch.Tensor, kv_lora_rank: int, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gather from `rows` [C + P, 576] of every rank; returns nope [T, 512] and rope [T, 64]."""
-        send = rows.index_select(0, self.send_rows)
-        gathered = send.new_empty((self.dcp_size * send.shape[0], send.shape[1]))
-        transport.all_gather(gathered, send)
-        nope, rope = gathered[:, :kv_lora_rank], gathered[:, kv_lora_rank:]
-        return nope.index_select(0, self.source), rope.index_select(0, self.source)
+        """Copies of `gathered` [c, N, W] in token order: nope [T, 512] and rope [T, 64]."""
+        parts = gathered[..., :kv_lora_rank], gathered[..., kv_lora_rank:]
+        nope, rope = (self._ordered(_as_words(part)).view(part.dtype).to(dtype) for part in parts)
+        return nope, rope
+
+    def _ordered(self, part: torch.Tensor) -> torch.Tensor:
+        """[T, n], a copy of `part` [c, N, n]."""
+        if self.source is not None:
+            return part.flatten(0, 1).index_select(0, self.source)
+        out = part.new_empty((part.shape[1], self.dcp_size, part.shape[2]))
+        return out.copy_(part.transpose(0, 1)).flatten(0, 1)
 
 
-def make_gather_plan(
-    slots: torch.Tensor,
-    starts: Sequence[int],
-    lens: Sequence[int],
-    dcp_rank: int,
-    dcp_size: int,
-) -> GatherPlan:
-    """Plan the gather of positions [starts[b], starts[b] + lens[b]) of every request b.
+def _bytes_like(rows: torch.Tensor, num_bytes: int) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, device=rows.device)
+
+
+def _as_words(t: torch.Tensor) -> torch.Tensor:
+    """`t` [..., n], last dim contiguous, as the widest integers that its rows consist of.
+
+    Copies then move 8 bytes an element, in dtypes that torch can copy and index.
+    """
+    spans = [t.shape[-1], t.storage_offset(), *t.stride()[:-1]]
+    num_bytes = [span * t.element_size() for span in spans]
+    words = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
+    return t.view(next(word for size, word in words if not any(n % size for n in num_bytes)))
+
+
+def make_gather_plans(
+    slots: torch.Tensor, chunks: Sequence[PrefixChunk], dcp_size: int
+) -> list[GatherPlan]:
+    """Plan the gathers of `chunks`, once per batch; nothing is read back from the device.
 
     Args:
-        slots: [T] virtual slots of those positions, requests one after another; T = sum(lens).
-        starts: first position of each request, host integers, any alignment.
-        lens: number of positions of each request, host integers; may be 0.
-        dcp_rank, dcp_size: this rank and c.
-
-    Relies on slot(p) % c == p % c, which widened pages give; ranks may differ in slots but not in
-    lengths. Nothing is read back from the device.
+        slots: [T] virtual slots of all tokens of all chunks, in their order.
+        chunks: equal on all ranks; slots may differ.
+        dcp_size: c.
     """
-    assert slots.shape[0] == sum(lens), (slots.shape, lens)
-    ranks = range(dcp_size)
-    counts = [
-        [local_len(n, r, dcp_size, s) for s, n in zip(starts, lens, strict=True)] for r in ranks
-    ]
-    num_max = max(sum(row) for row in counts)
-    # Row of the first token that rank r has of request b, among all that r sends; minus its
-    # position over c, so that the row of position p is base[r, b] + p // c for every owner r.
-    base = [
-        [
-            n - first_owned(s, r, dcp_size) // dcp_size
-            for n, s in zip(accumulate(row, initial=0), starts, strict=False)
-        ]
-        for r, row in enumerate(counts)
-    ]
-    host = torch.tensor([list(lens), list(starts), *base], dtype=torch.int64)
-    table = host.to(slots.device, non_blocking=True)
-    request = torch.repeat_interleave(table[0], output_size=slots.shape[0])
-    offset = table[0].cumsum(0) - table[0]
-    position = (
-        torch.arange(slots.shape[0], device=slots.device) - offset[request] + table[1][request]
-    )
-    owner = position % dcp_size
-    row = table[2:][owner, request] + position // dcp_size
-    send_rows = slots.new_zeros(num_max + 1, dtype=torch.int64)  # the last entry takes the others'
-    mine = torch.where(owner == dcp_rank, row, num_max)
-    send_rows.scatter_(0, mine, torch.where(owner == dcp_rank, slots.long() // dcp_size, 0))
-    return GatherPlan(send_rows[:num_max], owner * num_max + row, dcp_size)
+    assert slots.shape[0] == sum(chunk.num_tokens for chunk in chunks), (slots.shape, chunks)
+    pieces = [length for chunk in chunks for length in chunk.lens if length]
+    assert not any(start % dcp_size for chunk in chunks for start in chunk.starts), chunks
+    padded_index = None
+    if any(length % dcp_size for length in pieces):
+        padded_index = _padded_index(slots, pieces, dcp_size)
+        num_padded = sum(chunk.num_groups(dcp_size) for chunk in chunks) * dcp_size
+        slots = slots.new_zeros(num_padded).index_copy_(0, padded_index, slots)
+    rows = slots[::dcp_size] // dcp_size
+    plans, row, token = [], 0, 0
+    for chunk in chunks:
+        row_end, token_end = row + chunk.num_groups(dcp_size), token + chunk.num_tokens
+        source = None
+        if padded_index is not None:
+            index = padded_index[token:token_end] - row * dcp_size
+            source = index % dcp_size * (row_end - row) + index // dcp_size
+        plans.append(GatherPlan(rows[row:row_end], source, dcp_size))
+        row, token = row_end, token_end
+    return plans
+
+
+def _padded_index(slots: torch.Tensor, pieces: Sequence[int], dcp_size: int) -> torch.Tensor:
+    """[T] int64, the index of every token where each piece is padded to whole groups."""
+    padding = list(accumulate((-length % dcp_size for length in pieces), initial=0))[:-1]
+    host = torch.tensor([list(pieces), padding], dtype=torch.int64)
+    lens, shift = host.to(slots.device, non_blocking=True)
+    num_tokens = slots.shape[0]
+    shifts = torch.repeat_interleave(shift, lens, output_size=num_tokens)
+    return torch.arange(num_tokens, device=slots.device) + shifts

@@ -108,6 +108,18 @@ def _small_pool() -> dict[str, Batch]:
     }
 
 
+def _long_prefixes() -> dict[str, Batch]:
+    """Prompts of several chunks and hits on them, for servers that read prefixes in small parts."""
+    rng = random.Random(8)
+    long = random_prompts(rng, 1500, 3, 700)
+    tails = random_prompts(rng, 1, 40, 9)
+    return {
+        "first": FIRST,
+        "long": Batch(long),
+        "long hit": Batch([p + tail for p, tail in zip(long, tails, strict=True)]),
+    }
+
+
 def _few() -> dict[str, Batch]:
     """For servers under Triton's interpreter, which make a few tokens a second."""
     rng = random.Random(7)
@@ -124,6 +136,7 @@ WORK: dict[str, dict[str, Batch]] = {
     "standard": _standard(),
     "small_pool": _small_pool(),
     "few": _few(),
+    "long_prefixes": _long_prefixes(),
     "none": {},
 }
 WORK["all"] = {**_few(), **_small_pool(), **_standard()}

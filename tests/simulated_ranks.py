@@ -11,16 +11,23 @@ import torch
 
 
 class ReplayTransport:
-    """all_gather for one rank of a group whose other ranks' blocks are known beforehand."""
+    """all_gather for one rank of a group whose other ranks' blocks are known beforehand.
 
-    def __init__(self, rank: int, blocks: list[torch.Tensor]) -> None:
-        self.rank, self.size, self._blocks = rank, len(blocks), blocks
+    Args:
+        rank: this rank.
+        rounds: for every all_gather in order, the blocks of all ranks.
+    """
+
+    def __init__(self, rank: int, rounds: list[list[torch.Tensor]]) -> None:
+        self.rank, self.size, self._rounds = rank, len(rounds[0]), iter(rounds)
 
     def all_gather(self, out: torch.Tensor, inp: torch.Tensor) -> None:
-        own = self._blocks[self.rank].view(torch.uint8)  # bytes: poison is NaN
+        blocks = next(self._rounds)
+        own = blocks[self.rank].view(torch.uint8)  # bytes: poison is NaN
         assert torch.equal(inp.view(torch.uint8), own), "this rank sends something else"
-        assert {block.shape for block in self._blocks} == {inp.shape}, "ranks disagree in size"
-        out.copy_(torch.cat(self._blocks))
+        assert {block.shape for block in blocks} == {inp.shape}, "ranks disagree in size"
+        for part, block in zip(out.view(self.size, -1), blocks, strict=True):
+            part.copy_(block.view(-1))  # no temporary: a test counts allocations
 
 
 @contextmanager
@@ -50,20 +57,23 @@ class _Recorder:
     def all_gather(self, out: torch.Tensor, inp: torch.Tensor) -> None:
         assert out.numel() == self.size * inp.numel()
         self.sent.append(inp.clone())
-        out.fill_(float("nan"))
+        out.fill_(255)  # bytes of NaN
 
 
 def gather_on_all_ranks(dcp_size: int, call: Callable[[int, Any], Any]) -> list[Any]:
-    """Results of call(rank, transport), one all_gather each, on every rank of a group."""
+    """Results of call(rank, transport), which may gather several times, on every rank."""
     recorders = [_Recorder(rank, dcp_size) for rank in range(dcp_size)]
     for recorder in recorders:
         with as_rank(recorder.rank, dcp_size, recorder):
             call(recorder.rank, recorder)
-    assert [len(recorder.sent) for recorder in recorders] == [1] * dcp_size
-    blocks = [recorder.sent[0] for recorder in recorders]
+    counts = {len(recorder.sent) for recorder in recorders}
+    assert len(counts) == 1, f"ranks made different numbers of collectives: {counts}"
+    assert counts != {0}
+    rounds = [list(blocks) for blocks in zip(*(r.sent for r in recorders), strict=True)]
     results = []
     for rank in range(dcp_size):
-        transport = ReplayTransport(rank, blocks)
+        transport = ReplayTransport(rank, rounds)
         with as_rank(rank, dcp_size, transport):
             results.append(call(rank, transport))
+        assert next(transport._rounds, None) is None
     return results

@@ -194,7 +194,9 @@ def test_prediction_is_the_planners() -> None:
 # ---------------------------------------------------------------- the whole script
 
 
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> dict[str, Any]:
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *options: str, code: int = 0
+) -> dict[str, Any]:
     script = load_script()
     monkeypatch.setattr(script, "Server", FakeServer)
     result = tmp_path / "result.json"
@@ -211,7 +213,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> dict[
     ]
     grid += ["--prefixes", "256", "512", "--repeats", "2"]
     files = ["--log-dir", str(tmp_path), "--json", str(result), "--gpu", "h200"]
-    assert script.main([*grid, *files, "--git-hash", "abc", *options]) == 0
+    assert script.main([*grid, *files, "--git-hash", "abc", *options]) == code
     return json.loads(result.read_text())
 
 
@@ -246,12 +248,30 @@ def test_a_subset_of_servers_has_fewer_ratios(
     assert record["crossover"]["measured_new_tokens"] is None
 
 
-def test_a_pool_that_is_too_small_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_server_that_fails_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start(self: FakeServer) -> FakeServer:
+        if self.mode == "pass-q":
+            raise ServerError("server ended with 1")
+        return self
+
+    monkeypatch.setattr(FakeServer, "__enter__", start)
+    record = run(tmp_path, monkeypatch, code=1)
+    assert [r["prefill"] for r in record["runs"]] == ["upstream", "pass-kv", "auto"]
+    assert record["crossover"]["measured_new_tokens"] is None
+    text = capsys.readouterr().err
+    assert "error: dcp2 flashmla pass-q: server ended with 1" in text
+    assert "auto/best" in text
+
+
+def test_a_pool_that_is_too_small_is_not_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(FakeServer, "capacity", 1279)
-    with pytest.raises(SystemExit, match="holds 1279 KV tokens.*longest prompt has 1280"):
-        run(tmp_path, monkeypatch)
+    with pytest.raises(FileNotFoundError):
+        run(tmp_path, monkeypatch, code=1)
+    assert "holds 1279 KV tokens, but the longest prompt has 1280" in capsys.readouterr().err
 
 
 def test_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

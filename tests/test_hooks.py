@@ -89,7 +89,8 @@ def test_every_hook_module_is_in_the_table():
     modules = {path.stem for path in (ROOT / "sglang_dcp/hooks").glob("*.py")}
     used = {p.hook.split(":")[0].rpartition(".")[2] for p in all_patches() if ".hooks." in p.hook}
     tables = {"table", "table_cpu", "table_replicate_q"}
-    assert modules - used == {"__init__", "guards", "registry", "seam", "startup_log"} | tables
+    helpers = {"__init__", "guards", "registry", "seam", "startup_log", "workspace"}
+    assert modules - used == helpers | tables
 
 
 def test_named_tests_exist():
@@ -445,7 +446,18 @@ def test_version_is_pinned_once():
     assert callable(getattr(importlib.import_module(module), function))
 
 
-CORE = ("layout", "kernels", "comm", "planner", "prefix_gather", "state", "counters", "envs")
+CORE = (
+    "layout",
+    "kernels",
+    "comm",
+    "planner",
+    "prefix_gather",
+    "prefix_reader",
+    "workspace",
+    "state",
+    "counters",
+    "envs",
+)
 NO_SGLANG = """
 import importlib, pkgutil, sys
 

@@ -1,5 +1,7 @@
 """pass-KV: the collective read of striped prefixes against direct indexing of the whole cache."""
 
+import dataclasses
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -8,9 +10,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from simulated_ranks import gather_on_all_ranks
 
-from sglang_dcp.prefix_gather import make_gather_plan
+from sglang_dcp.prefix_gather import PrefixChunk, make_gather_plans, pack_chunks
+from sglang_dcp.prefix_reader import PrefixReader
 
 NOPE, ROPE, MAX_LEN = 5, 3, 96
+ROW_BYTES = 4 * (NOPE + ROPE)  # float32
 
 
 class Group:
@@ -40,111 +44,206 @@ class Group:
             self.slots.append(slots.to(torch.int32))
             self.rows.append(rows)
 
-    def slots_of(self, rank, starts, lens):
-        """[T] virtual slots of `rank`, requests one after another."""
-        return _cut(self.slots[rank], starts, lens)
-
-    def truth(self, starts, lens):
-        """[T, NOPE + ROPE], what the gather must return."""
-        return _cut(self.latents, starts, lens)
-
 
 def _cut(table, starts, lens):
     spans = zip(table, starts, lens, strict=True)
     return torch.cat([row[start : start + length] for row, start, length in spans])
 
 
-def check_gather(group, starts, lens):
+def packed(table, chunks):
+    """[T, ...] of the tokens of all chunks, in order, from table [requests, MAX_LEN, ...]."""
+    return torch.cat([_cut(table, chunk.starts, chunk.lens) for chunk in chunks])
+
+
+# ---------------------------------------------------------------- chunks
+
+
+prefix_lists = st.lists(st.integers(0, MAX_LEN), min_size=1, max_size=6)
+
+
+@given(prefixes=prefix_lists, size=st.sampled_from([2, 4, 8]), room=st.integers(0, 60))
+def test_chunks_cover_prefixes_in_whole_groups(prefixes, size, room):
+    chunks = pack_chunks(prefixes, size + room, size)
+    seen = [[] for _ in prefixes]
+    order = []
+    for chunk in chunks:
+        assert 0 < chunk.num_groups(size) * size <= size + room
+        for b, (start, length) in enumerate(zip(chunk.starts, chunk.lens, strict=True)):
+            assert start % size == 0
+            seen[b] += range(start, start + length)
+            order += [(b, position) for position in range(start, start + length)]
+    assert seen == [list(range(prefix)) for prefix in prefixes]
+    assert order == sorted(order), "the tokens of all chunks are those of all prefixes, in order"
+    assert all(c.num_groups(size) == (size + room) // size for c in chunks[:-1]), "full"
+
+
+def test_chunks_do_not_shrink_with_the_batch():
+    """A long prefix beside many short ones: upstream would cut it into 8192 / 64 tokens each."""
+    assert len(pack_chunks([128] * 63 + [65536], 8192, 8)) == 9
+
+
+# ---------------------------------------------------------------- gathers
+
+
+def check_gather(group, chunks, alter=lambda plans: plans):
+    """Every chunk, gathered and put in order, against direct indexing; [requests] prefixes."""
+
     def gather(rank, transport):
-        slots = group.slots_of(rank, starts, lens)
-        plan = make_gather_plan(slots, starts, lens, rank, group.dcp_size)
-        nope, rope = plan.gather(group.rows[rank], transport, NOPE)
-        assert nope.is_contiguous()
-        assert rope.is_contiguous()
-        return torch.cat([nope, rope], dim=-1)
+        slots = packed(group.slots[rank], chunks)
+        results = []
+        for plan in alter(make_gather_plans(slots, chunks, group.dcp_size)):
+            gathered = plan.gather(group.rows[rank], transport)
+            nope, rope = plan.in_order(gathered, NOPE, torch.float32)
+            assert nope.is_contiguous()
+            assert rope.is_contiguous()
+            results.append(torch.cat([nope, rope], dim=-1))
+        return torch.cat(results)
 
-    want = group.truth(starts, lens)
-    for got in gather_on_all_ranks(group.dcp_size, gather):
-        assert torch.equal(got, want)
-
-
-chunks = st.lists(
-    st.tuples(st.integers(0, MAX_LEN // 2), st.integers(0, MAX_LEN // 2)), min_size=1, max_size=5
-)
+    want = packed(group.latents, chunks)
+    return all(torch.equal(got, want) for got in gather_on_all_ranks(group.dcp_size, gather))
 
 
 @settings(
-    max_examples=120,
+    max_examples=100,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
-    chunks=chunks,
+    prefixes=prefix_lists,
     page_size=st.sampled_from([1, 2, 4]),
     dcp_size=st.sampled_from([2, 4, 8]),
+    room=st.integers(0, 60),
     seed=st.integers(0, 2**20),
 )
-@example(chunks=[(0, 0)], page_size=1, dcp_size=2, seed=0)  # nothing at all
-@example(chunks=[(0, 3), (0, 0), (0, 1)], page_size=1, dcp_size=8, seed=0)  # shorter than c
-@example(chunks=[(7, 5), (1, 1), (3, 13)], page_size=4, dcp_size=4, seed=0)  # unaligned
-def test_gather_equals_direct_indexing(chunks, page_size, dcp_size, seed):
-    starts, lens = (list(column) for column in zip(*chunks, strict=True))
-    check_gather(Group(len(chunks), page_size, dcp_size, seed), starts, lens)
+@example(prefixes=[3, 0, 1], page_size=1, dcp_size=8, room=0, seed=0)  # shorter than c
+@example(prefixes=[64, 32], page_size=4, dcp_size=8, room=30, seed=0)  # whole groups only
+def test_gather_equals_direct_indexing(prefixes, page_size, dcp_size, room, seed):
+    prefixes = [*prefixes, 1 + seed % MAX_LEN]
+    chunks = pack_chunks(prefixes, dcp_size + room, dcp_size)
+    assert check_gather(Group(len(prefixes), page_size, dcp_size, seed), chunks)
 
 
-@pytest.mark.parametrize("dcp_size", [2, 4, 8])
-@pytest.mark.parametrize("chunk_len", [1, 5, 8, 50])
-def test_chunks_cover_the_prefix(dcp_size, chunk_len):
-    """Chunk by chunk, cut anywhere, every prefix token comes once and in order."""
-    prefixes = [61, 3, 0, dcp_size]
-    group = Group(len(prefixes), 1, dcp_size)
-    for start in range(0, max(prefixes), chunk_len):
-        lens = [min(max(n - start, 0), chunk_len) for n in prefixes]
-        check_gather(group, [start] * len(prefixes), lens)
+@pytest.mark.parametrize("prefixes", [[9, 6], [8, 16]])
+def test_a_wrong_plan_is_visible(prefixes):
+    """The check can fail: other rows, or another order; with cut and with whole groups."""
+    group, chunks = Group(2, 1, 4), pack_chunks(prefixes, 100, 4)
+    assert check_gather(group, chunks)
+
+    def swapped(plans):
+        rows = plans[0].send_rows.roll(1)
+        return [dataclasses.replace(plans[0], send_rows=rows)]
+
+    assert not check_gather(group, chunks, swapped)
+    if chunks[0].num_tokens % 4:
+        assert not check_gather(group, chunks, lambda plans: [dropped_source(plans[0])])
 
 
-@pytest.mark.parametrize("wrong", ["starts", "rank"])
-def test_a_wrong_plan_is_visible(wrong):
-    """The checks can fail: aligned starts assumed, or another rank's rows sent."""
-    group, starts, lens = Group(2, 1, 4), [3, 1], [9, 6]
+def dropped_source(plan):
+    num_tokens = plan.source.shape[0]
+    return dataclasses.replace(plan, source=torch.arange(num_tokens))
+
+
+def test_plans_are_the_same_work_on_all_ranks():
+    group, chunks = Group(3, 1, 4), pack_chunks([1, 1, 6], 8, 4)
+    plans = [make_gather_plans(packed(slots, chunks), chunks, 4) for slots in group.slots]
+    assert [[plan.send_rows.shape[0] for plan in own] for own in plans] == [[2, 2]] * 4
+    for own in plans:
+        assert all(torch.equal(a.source, b.source) for a, b in zip(own, plans[0], strict=True))
+    (whole,) = make_gather_plans(packed(group.slots[0], [PrefixChunk((0,) * 3, (8, 4, 0))]),
+                                 [PrefixChunk((0,) * 3, (8, 4, 0))], 4)  # fmt: skip
+    assert whole.source is None
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+)
+def test_rows_travel_as_bytes(dtype):
+    """Also in dtypes that torch can neither index nor send."""
+    rows = torch.randn(20, 8).to(dtype)
+    plan = make_gather_plans(torch.arange(24), [PrefixChunk((0,), (24,))], 2)[0]
 
     def gather(rank, transport):
-        slots = group.slots_of(rank, starts, lens)
-        plan_starts = [0, 0] if wrong == "starts" else starts
-        plan_rank = (rank + 1) % 4 if wrong == "rank" else rank
-        plan = make_gather_plan(slots, plan_starts, lens, plan_rank, 4)
-        return torch.cat(plan.gather(group.rows[rank], transport, NOPE), dim=-1)
+        return plan.gather(rows, transport).view(torch.uint8)
 
-    assert not torch.equal(gather_on_all_ranks(4, gather)[0], group.truth(starts, lens))
+    for got in gather_on_all_ranks(2, gather):
+        want = rows[:12].view(torch.uint8)
+        assert torch.equal(got, torch.stack([want, want]))
 
 
-def test_ranks_send_equal_blocks():
-    """The collective needs one size on all ranks, whoever owns more; the rest is row 0."""
-    group, starts, lens = Group(3, 1, 4), [0, 0, 0], [1, 1, 1]
-    plans = [
-        make_gather_plan(group.slots_of(r, starts, lens), starts, lens, r, 4) for r in range(4)
-    ]
-    assert [plan.send_rows.shape[0] for plan in plans] == [3, 3, 3, 3]
-    assert all(plan.send_rows.eq(0).all() for plan in plans[1:])  # they own nothing
-    assert all(torch.equal(plan.source, plans[0].source) for plan in plans)
-    assert plans[0].send_rows.dtype == plans[0].source.dtype == torch.int64
+# ---------------------------------------------------------------- the reader
 
 
-# ---------------------------------------------------------------- through upstream's own chunks
+def read_layers(group, chunks, num_layers, max_tokens, rank, transport):
+    """All chunks of several layers through one reader; layer l holds rows + l."""
+    slots = packed(group.slots[rank], chunks)
+    plans = make_gather_plans(slots, chunks, group.dcp_size)
+    reader = PrefixReader(transport, max_tokens, ROW_BYTES, "cpu")
+    results = []
+    for layer in range(num_layers):
+        rows = group.rows[rank] + layer
+        parts = [reader.read(rows, plans, i, NOPE, torch.float32) for i in range(len(plans))]
+        results.append(torch.cat([torch.cat(part, dim=-1) for part in parts]))
+    return reader, torch.stack(results)
 
 
-def make_batch(rank, group, prefixes, new_tokens):
+@pytest.mark.parametrize("dcp_size", [2, 8])
+@pytest.mark.parametrize("max_tokens", [8, 40, 400])
+def test_reader_keeps_chunks_apart(dcp_size, max_tokens):
+    """One buffer receives every chunk, one ahead: results are copies, and all are right."""
+    prefixes = [61, 3, 0, dcp_size]
+    group, chunks = Group(len(prefixes), 1, dcp_size), pack_chunks(prefixes, max_tokens, dcp_size)
+
+    def read(rank, transport):
+        return read_layers(group, chunks, 2, max_tokens, rank, transport)
+
+    want = packed(group.latents, chunks)
+    for reader, got in gather_on_all_ranks(dcp_size, read):
+        torch.testing.assert_close(got, torch.stack([want, want + 1]))
+        assert reader.buffer_bytes == max_tokens * ROW_BYTES * (dcp_size + 1) // dcp_size
+
+
+def test_reader_gathers_one_ahead_and_not_across_layers():
+    group, chunks, sent = Group(1, 1, 2), pack_chunks([20], 8, 2), []
+
+    class Counting:
+        rank, size = 0, 2
+
+        def all_gather(self, out, inp):
+            sent.append(inp.shape[0] // ROW_BYTES)
+            out.zero_()
+
+    plans = make_gather_plans(packed(group.slots[0], chunks), chunks, 2)
+    reader = PrefixReader(Counting(), 8, ROW_BYTES, "cpu")
+
+    def read(index):
+        reader.read(group.rows[0], plans, index, NOPE, torch.float32)
+
+    for index, want in enumerate([[4, 4], [4, 4, 2], [4, 4, 2]]):  # the last one starts nothing
+        read(index)
+        assert sent == want
+    with pytest.raises(AssertionError):
+        read(1)
+    read(0)
+    with pytest.raises(AssertionError, match="were not read to the end"):
+        read(0)
+    read(0)
+    with pytest.raises(AssertionError, match="out of order"):
+        read(2)
+
+
+# ---------------------------------------------------------------- through upstream's forward batch
+
+
+def make_batch(rank, group, prefixes):
     """A ForwardBatch in small: upstream's mixin over this rank's req_to_token."""
     from sglang.srt.model_executor.forward_batch_deepseek_mha_mixin import (
         ForwardBatchDeepSeekMHAMixin,
     )
 
     batch = ForwardBatchDeepSeekMHAMixin()
-    seq_lens = torch.tensor([p + n for p, n in zip(prefixes, new_tokens, strict=True)])
     batch.batch_size = len(prefixes)
     batch.extend_prefix_lens_cpu = list(prefixes)
     batch.extend_prefix_lens = torch.tensor(prefixes)
-    batch.seq_lens, batch.seq_lens_cpu = seq_lens, seq_lens
     # requests lie in rows of their own choice of the table
     batch.req_pool_indices = torch.arange(len(prefixes)).flip(0) + 1
     table = torch.zeros(len(prefixes) + 2, MAX_LEN, dtype=torch.int32)
@@ -153,18 +252,17 @@ def make_batch(rank, group, prefixes, new_tokens):
 
 
 @pytest.fixture
-def read(plugin, monkeypatch):
-    """Runs a read of the model (our hook) in upstream's forward context, on simulated ranks."""
+def as_model(plugin, monkeypatch):
+    """Runs a call on simulated ranks in upstream's forward context; call(batch, model)."""
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
     from sglang.srt.model_executor import forward_batch_deepseek_mha_mixin as mixin
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
     from sglang_dcp.hooks import cpu
-    from sglang_dcp.hooks.forward_mha import around_get_mla_kv_buffer
     from sglang_dcp.pool import DcpMLATokenToKVPool
 
-    for name in ("create_chunked_prefix_cache_kv_indices", "create_flashinfer_kv_indices_triton"):
-        monkeypatch.setattr(mixin, name, getattr(cpu, name))
+    name = "create_chunked_prefix_cache_kv_indices"
+    monkeypatch.setattr(mixin, name, getattr(cpu, name))
     model = SimpleNamespace(attn_mha=SimpleNamespace(layer_id=3))
 
     def pool_of(rows):
@@ -174,20 +272,37 @@ def read(plugin, monkeypatch):
         pool.kv_buffer = [torch.full_like(rows, float("nan")), rows.unsqueeze(1)]
         return pool
 
-    def run(group, batches, prepare, dtype=torch.float32):
-        """prepare(batch) -> kv_indices, with upstream's code; returns every rank's result."""
-
-        def call(rank, transport):
-            batch, req_to_token_pool = batches[rank]
+    def run(group, prefixes, call):
+        def on_rank(rank, transport):
+            batch, req_to_token_pool = make_batch(rank, group, prefixes)
             backend = SimpleNamespace(
                 token_to_kv_pool=pool_of(group.rows[rank]), req_to_token_pool=req_to_token_pool
             )
             with forward_context(ForwardContext(backend)):
-                return around_get_mla_kv_buffer(None, model, prepare(batch), dtype, batch)
+                return call(batch, model)
 
-        return gather_on_all_ranks(group.dcp_size, call)
+        return gather_on_all_ranks(group.dcp_size, on_rank)
 
     return run
+
+
+def prepare(batch, capacity):
+    """Our hook on upstream's method, as upstream calls it."""
+    from sglang.srt.environ import envs
+
+    from sglang_dcp.hooks.forward_mha import around_prepare_chunked_prefix_cache_info as ours
+
+    original = type(batch).prepare_chunked_prefix_cache_info
+    with envs.SGLANG_MAX_KV_CHUNK_CAPACITY.override(capacity):
+        ours(original, batch, torch.device("cpu"))
+
+
+def read_chunk(batch, model, index, dtype=torch.float32):
+    """The model's read of a chunk, as upstream's loop does it."""
+    from sglang_dcp.hooks.forward_mha import around_get_mla_kv_buffer
+
+    batch.set_prefix_chunk_idx(index)
+    return around_get_mla_kv_buffer(None, model, batch.prefix_chunk_kv_indices[index], dtype, batch)
 
 
 PREFIXES = [[40], [3, 0, 33], [17, 64, 8, 1], [0, 5]]
@@ -196,80 +311,132 @@ PREFIXES = [[40], [3, 0, 33], [17, 64, 8, 1], [0, 5]]
 @pytest.mark.parametrize("dcp_size", [2, 8])
 @pytest.mark.parametrize("capacity", [20, 64, 1000])
 @pytest.mark.parametrize("prefixes", PREFIXES)
-def test_positions_are_upstreams_chunks(read, monkeypatch, dcp_size, capacity, prefixes):
-    """Chunk starts and lengths, and through them every row, against what upstream prepares."""
-    from sglang.srt.environ import envs
-
-    from sglang_dcp.hooks.forward_mha import _positions
-
+def test_chunks_of_a_batch(as_model, dcp_size, capacity, prefixes):
+    """What upstream's attention is told about the chunks, and what the model gets for them."""
     group = Group(len(prefixes), 1, dcp_size)
-    batches = [make_batch(r, group, prefixes, [2] * len(prefixes)) for r in range(dcp_size)]
 
-    def prepare(batch):
-        with envs.SGLANG_MAX_KV_CHUNK_CAPACITY.override(capacity):
-            batch.prepare_chunked_prefix_cache_info(torch.device("cpu"))
-        batch.prefix_chunk_idx = index
-        return batch.prefix_chunk_kv_indices[index]
+    def call(batch, model):
+        prepare(batch, capacity)
+        parts = [read_chunk(batch, model, i) for i in range(batch.num_prefix_chunks)]
+        return batch, parts
 
-    index, num_chunks = 0, 1
-    while index < num_chunks:
-        results = read(group, batches, prepare)
-        batch = batches[0][0]
-        num_chunks = batch.num_prefix_chunks
-        starts, lens = (list(column) for column in _positions(batch))
-        assert starts == batch.prefix_chunk_starts[index].tolist()
-        assert lens == batch.prefix_chunk_seq_lens[index].tolist()
-        want = group.truth(starts, lens)
-        for nope, rope in results:
+    for rank, (batch, parts) in enumerate(as_model(group, prefixes, call)):
+        starts, lens = batch.prefix_chunk_starts, batch.prefix_chunk_seq_lens
+        assert lens.sum(dim=0).tolist() == prefixes
+        assert lens.dtype == starts.dtype == batch.prefix_chunk_cu_seq_lens.dtype == torch.int32
+        for i, (nope, rope) in enumerate(parts):
+            own = lens[i].tolist()
+            assert batch.prefix_chunk_cu_seq_lens[i].tolist() == [
+                sum(own[:b]) for b in range(len(own) + 1)
+            ]
+            assert batch.prefix_chunk_num_tokens[i] == sum(own) <= capacity
+            assert batch.prefix_chunk_max_seq_lens[i] == max(own)
+            assert batch.prefix_chunk_has_zero_kv[i] == (0 in own)
+            slots = _cut(group.slots[rank], starts[i].tolist(), own)
+            assert torch.equal(batch.prefix_chunk_kv_indices[i], slots)
+            want = _cut(group.latents, starts[i].tolist(), own)
             assert torch.equal(nope, want[:, :NOPE])
             assert torch.equal(rope, want[:, None, NOPE:])
-        index += 1
-    assert num_chunks == -(-max(prefixes) // (capacity // len(prefixes)))
+        assert len(parts) == -(-sum(-(-n // dcp_size) for n in prefixes) // (capacity // dcp_size))
 
 
-@pytest.mark.parametrize("dcp_size", [2, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("prefixes", PREFIXES)
-def test_positions_one_shot(read, dcp_size, dtype, prefixes):
-    """The one-shot form reads whole sequences, new tokens included."""
-    new = [1 + b for b in range(len(prefixes))]
-    group = Group(len(prefixes), 1, dcp_size)
-    batches = [make_batch(r, group, prefixes, new) for r in range(dcp_size)]
-    for batch, _ in batches:
-        batch.mha_one_shot = True
-    lens = [p + n for p, n in zip(prefixes, new, strict=True)]
-    want = group.truth([0] * len(lens), lens).to(dtype)
-    results = read(group, batches, lambda batch: batch.fetch_mha_one_shot_kv_indices(), dtype)
-    for nope, rope in results:
-        assert torch.equal(nope, want[:, :NOPE])
-        assert torch.equal(rope, want[:, None, NOPE:])
-        assert nope.is_contiguous()
-        assert rope.is_contiguous()
-
-
-def test_the_plan_is_made_once_a_read(read, monkeypatch):
-    """One plan a chunk serves all layers; chunks and the one-shot form do not share one."""
+def test_plans_are_made_once_a_batch(as_model, monkeypatch):
     from sglang_dcp.hooks import forward_mha
 
     made = []
 
     def counting(*args):
-        made.append(args[1:3])
-        return make_gather_plan(*args)
+        made.append(args[1])
+        return make_gather_plans(*args)
 
-    monkeypatch.setattr(forward_mha, "make_gather_plan", counting)
-    group = Group(1, 1, 2)
-    batches = [make_batch(rank, group, [40], [1]) for rank in range(2)]
-    for index in (0, 0, 1):  # two layers, then another chunk
-        for batch, _ in batches:
-            batch.mha_one_shot, batch.prefix_chunk_len, batch.prefix_chunk_idx = None, 25, index
+    monkeypatch.setattr(forward_mha, "make_gather_plans", counting)
 
-        def chunk(batch):
-            table = group.slots[0 if batch is batches[0][0] else 1]
-            return table[0, batch.prefix_chunk_idx * 25 : 40][:25]
+    def call(batch, model):
+        for _ in range(3):  # layers
+            prepare(batch, 16)
+            for index in range(batch.num_prefix_chunks):
+                read_chunk(batch, model, index)
 
-        read(group, batches, chunk)
-    for batch, _ in batches:
-        batch.mha_one_shot = True
-    read(group, batches, lambda batch: batch.fetch_mha_one_shot_kv_indices())
-    assert made == [*[([0], [25])] * 2, *[([25], [15])] * 2, *[([0], [41])] * 2]
+    as_model(Group(1, 1, 2), [40], call)
+    assert len(made) == 2 * 2, "ranks, each played twice"
+
+
+def test_no_prefix_needs_no_plan(as_model):
+    def call(batch, model):
+        prepare(batch, 16)
+        assert batch.num_prefix_chunks == 0
+        prepared, _ = make_batch(0, Group(1, 1, 2), [40])
+        prepare(prepared, 16)
+        return read_chunk(prepared, model, 0)
+
+    as_model(Group(1, 1, 2), [0], call)
+
+
+@pytest.mark.parametrize("backend", ["flashinfer", "flashmla"])
+@pytest.mark.parametrize("prefix", [0, 40, 100_000])
+def test_every_prefix_is_read_in_chunks(plugin, monkeypatch, backend, prefix):
+    """The one-shot form is never chosen, nor the absorbed one, which needs the whole pool."""
+    from sglang.srt.models.deepseek_common import attention_backend_handler as handler
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
+        AttnForwardMethod,
+    )
+
+    from sglang_dcp.hooks.forward_mha import around_support_mha_one_shot
+
+    attn = SimpleNamespace(
+        flashinfer_mla_disable_ragged=False,
+        chunked_prefix_cache_threshold=0,
+        disable_chunked_prefix_cache=False,
+    )
+    batch = SimpleNamespace(
+        seq_lens_cpu=[prefix + 1],
+        extend_prefix_lens_cpu=[prefix],
+        get_max_chunk_capacity=lambda: 131072,
+        forward_mode=SimpleNamespace(is_extend_without_speculative=lambda: True),
+    )
+    monkeypatch.setattr(handler, "mla_use_prefill_cp", lambda batch: False)
+    choose = handler._handle_attention_backend
+    assert choose(attn, batch, backend) == AttnForwardMethod.MHA_ONE_SHOT
+    ours = functools.partial(around_support_mha_one_shot, handler._support_mha_one_shot)
+    monkeypatch.setattr(handler, "_support_mha_one_shot", ours)
+    assert choose(attn, batch, backend) == AttnForwardMethod.MHA_CHUNKED_KV
+
+
+# ---------------------------------------------------------------- flashinfer's plans
+
+
+class Runner:
+    """FlashInferMhaChunkKVRunner without flashinfer: wrappers note what they were planned for."""
+
+    def __init__(self):
+        self.chunk_ragged_wrappers = []
+        self.num_ragged_plans = 0
+
+    def update_wrapper(self, batch, disable_flashinfer_ragged=False):
+        while len(self.chunk_ragged_wrappers) < batch.num_prefix_chunks:
+            self.chunk_ragged_wrappers.append({})
+        for index in range(batch.num_prefix_chunks):
+            kv_indptr = batch.prefix_chunk_cu_seq_lens[index]
+            self.chunk_ragged_wrappers[index]["kv_indptr"] = kv_indptr.tolist()
+        self.num_ragged_plans += not disable_flashinfer_ragged
+
+
+def test_equal_chunks_share_a_plan(plugin):
+    from sglang_dcp.attention.ragged_chunks import RaggedChunksMixin
+    from sglang_dcp.hooks.forward_mha import _set_chunks
+
+    backend = RaggedChunksMixin()
+    backend.mha_chunk_kv_cache = runner = Runner()
+    for prefixes, num_plans in (([1003], 2), ([400, 3, 500], 4), ([64], 1)):
+        chunks = pack_chunks(prefixes, 64, 2)
+        batch = SimpleNamespace(batch_size=len(prefixes), dcp_prefix_chunks=chunks)
+        _set_chunks(batch, chunks, torch.device("cpu"))
+        indptr = batch.prefix_chunk_cu_seq_lens
+        backend.init_mha_chunk_metadata(batch)
+        planned = [wrapper["kv_indptr"] for wrapper in runner.chunk_ragged_wrappers]
+        assert planned == indptr.tolist()
+        assert len({id(wrapper) for wrapper in runner.chunk_ragged_wrappers}) == num_plans
+        assert batch.num_prefix_chunks == len(chunks)
+        assert batch.prefix_chunk_cu_seq_lens is indptr
+    assert runner.num_ragged_plans == 3
+    assert len(backend._chunk_wrappers) == 4, "wrappers are kept for later batches"

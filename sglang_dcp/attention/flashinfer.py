@@ -9,6 +9,7 @@ from sglang.srt.layers.attention.flashinfer_mla_backend import (
 )
 
 from sglang_dcp import state
+from sglang_dcp.attention.ragged_chunks import RaggedChunksMixin
 from sglang_dcp.attention.stripe import StripeMixin
 from sglang_dcp.kernels.kv_index import build_local_kv_indices
 from sglang_dcp.layout import local_len
@@ -86,7 +87,7 @@ class _StripeIndicesUpdater(FlashInferMLAIndicesUpdaterDecode):
             wrapper.dcp_plan_copied.record()
 
 
-class DcpFlashInferBackend(StripeMixin, FlashInferMLAAttnBackend):
+class DcpFlashInferBackend(RaggedChunksMixin, StripeMixin, FlashInferMLAAttnBackend):
     """Decode over the stripe; prefill is upstream's ragged path."""
 
     lse_base = "2"

@@ -7,13 +7,14 @@ from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from sglang.srt.layers.attention.flashmla_backend import FlashMLABackend, FlashMLADecodeMetadata
 
 from sglang_dcp import state
+from sglang_dcp.attention.ragged_chunks import RaggedChunksMixin
 from sglang_dcp.attention.stripe import StripeMixin
 from sglang_dcp.kernels.kv_index import build_block_table
 
 PAGE_SIZE = 64
 
 
-class DcpFlashMLABackend(StripeMixin, FlashMLABackend):
+class DcpFlashMLABackend(RaggedChunksMixin, StripeMixin, FlashMLABackend):
     """Decode over the stripe; prefill is the flashinfer ragged path that FlashMLABackend uses."""
 
     lse_base = "e"

@@ -11,7 +11,7 @@ from sglang_dcp.attention.stripe import StripeMixin
 from sglang_dcp.kernels.kv_index import build_local_kv_indices
 from sglang_dcp.kernels.split_reduce import reduce_splits
 from sglang_dcp.metrics import count_prefill
-from sglang_dcp.prefix_gather import GatherPlan, make_gather_plan
+from sglang_dcp.prefix_gather import GatherPlan, PrefixChunk, make_gather_plans
 
 
 class DcpTritonBackend(StripeMixin, TritonAttnBackend):
@@ -40,11 +40,10 @@ class DcpTritonBackend(StripeMixin, TritonAttnBackend):
 
     def _plan_prefix(self, forward_batch: Any) -> None:
         """Gather the prefix into a contiguous buffer: its rows are then 0, 1, 2, ..."""
-        dcp, lens = state.get_state(), forward_batch.extend_prefix_lens_cpu
+        lens = forward_batch.extend_prefix_lens_cpu
+        whole = PrefixChunk((0,) * len(lens), tuple(lens))
         slots = self.forward_metadata.kv_indices
-        self._prefix_plan = make_gather_plan(
-            slots, [0] * len(lens), lens, dcp.dcp_rank, dcp.dcp_size
-        )
+        (self._prefix_plan,) = make_gather_plans(slots, [whole], state.get_state().dcp_size)
         self.forward_metadata.kv_indices = torch.arange(slots.shape[0], device=slots.device)
 
     def init_cuda_graph_state(

@@ -11,6 +11,8 @@ from typing import Any
 from sglang.srt.environ import envs
 from sglang.srt.platforms import current_platform
 
+from sglang_dcp.hooks.workspace import check_workspace
+
 #: Architectures whose attention is DeepseekV2AttentionMLA and which a test serves.
 SUPPORTED_ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 #: Attention backends that return an LSE over the stripe, by device.
@@ -296,3 +298,4 @@ def check_server_args(args: Any) -> None:
     check_model(args)
     check_q_proj_dtype(args)
     check_backend(args)
+    check_workspace(args)

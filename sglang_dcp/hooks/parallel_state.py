@@ -21,6 +21,7 @@ from sglang_dcp.comm import (
 )
 from sglang_dcp.comm.shadow import Shadow
 from sglang_dcp.comm.symmetric import probe_peers
+from sglang_dcp.hooks.workspace import limit_prefix_chunks
 from sglang_dcp.layout import dcp_groups
 
 logger = logging.getLogger(__name__)
@@ -104,6 +105,7 @@ def after_initialize_model_parallel(result: None, *args: Any, **kwargs: Any) -> 
     on_gpu = server_args.device == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     comm, shadow = _make_communicator(server_args, coordinator, device)
+    limit_prefix_chunks(server_args)
     state.set_state(
         state.DcpState(
             dcp_size=server_args.dcp_size,

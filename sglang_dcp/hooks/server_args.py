@@ -90,8 +90,20 @@ DCP_REPLICATE_Q_PROJ = ArgField(
     ],
     False,
 )
+DCP_WORKSPACE_MB = ArgField(
+    "dcp_workspace_mb",
+    Annotated[
+        int,
+        Arg(
+            help="MiB that prefill over a cached prefix may use, at any prefix, to gather its rows "
+            "and expand them to K and V; taken from what --mem-fraction-static leaves. Attention "
+            "backend triton gathers the whole prefix and does not keep to it.",
+        ),
+    ],
+    512,
+)
 DCP_DERIVED = ArgField("dcp_derived", Annotated[Optional[dict], Arg(no_cli=True)], None)  # noqa: UP045
-FIELDS = (DCP_SIZE, DCP_COMM_BACKEND, DCP_REPLICATE_Q_PROJ, DCP_DERIVED)
+FIELDS = (DCP_SIZE, DCP_COMM_BACKEND, DCP_REPLICATE_Q_PROJ, DCP_WORKSPACE_MB, DCP_DERIVED)
 
 
 def _undo_derived(kwargs: dict[str, Any], derived: dict[str, Any] | None) -> None:

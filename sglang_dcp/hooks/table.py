@@ -38,7 +38,13 @@ ARGUMENTS: tuple[Patch, ...] = (
             test="tests/test_server_args.py::test_fields_travel",
             missing_upstream=True,
         )
-        for name in ("dcp_size", "dcp_comm_backend", "dcp_replicate_q_proj", "dcp_derived")
+        for name in (
+            "dcp_size",
+            "dcp_comm_backend",
+            "dcp_replicate_q_proj",
+            "dcp_workspace_mb",
+            "dcp_derived",
+        )
     ),
     Patch(
         name="args-init",
@@ -263,6 +269,27 @@ DCP: tuple[Patch, ...] = (
         why="prefill reads whole prefixes, which lie on all ranks (pass-KV)",
         remove_when=_NATIVE,
         test="tests/test_prefix_gather.py",
+    ),
+    Patch(
+        name="prefix-chunks",
+        target=_SRT + "model_executor.forward_batch_deepseek_mha_mixin."
+        "ForwardBatchDeepSeekMHAMixin.prepare_chunked_prefix_cache_info",
+        kind="around",
+        params=("self", "device"),
+        hook=_HOOKS + "forward_mha:around_prepare_chunked_prefix_cache_info",
+        why="upstream's chunks start inside groups of c tokens and shrink with the batch",
+        remove_when=_NATIVE,
+        test="tests/test_prefix_gather.py::test_chunks_of_a_batch",
+    ),
+    Patch(
+        name="no-one-shot",
+        target=_SRT + "models.deepseek_common.attention_backend_handler._support_mha_one_shot",
+        kind="around",
+        params=("attn", "forward_batch", "backend_name"),
+        hook=_HOOKS + "forward_mha:around_support_mha_one_shot",
+        why="the one-shot form would gather fresh tokens, which are on every rank",
+        remove_when=_NATIVE,
+        test="tests/test_prefix_gather.py::test_every_prefix_is_read_in_chunks",
     ),
 )
 
