@@ -96,8 +96,7 @@ class NvlinkCommunicator(Communicator):
         RuntimeError: a rank cannot map the buffers; raised on all ranks.
     """
 
-    # Below a2a: opt-in until it has served on several GPUs, which its tests on one cannot show.
-    priority = 5
+    priority = 20
 
     def __init__(
         self, transport: Transport, *, allocate: Allocate | None = None, **dims: Any
