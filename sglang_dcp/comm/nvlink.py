@@ -144,12 +144,17 @@ class NvlinkCommunicator(Communicator):
         return q_bytes.view(self.dtype).view(num_tokens, self.num_heads, self.q_dim)
 
     def exchange_merge(
-        self, o: torch.Tensor, lse: torch.Tensor, lse_base: LseBase, local_lens: torch.Tensor
+        self,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        lse_base: LseBase,
+        local_lens: torch.Tensor,
+        merged_lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Communicator.exchange_merge`; ranks are summed in order 0..N-1 on every rank."""
         num_tokens = o.shape[0]
         if num_tokens > self.max_tokens:
-            return self._large.exchange_merge(o, lse, lse_base, local_lens)
+            return self._large.exchange_merge(o, lse, lse_base, local_lens, merged_lse)
         assert o.dtype == self.dtype, (o.dtype, self.dtype)
         merged = self._take("merged", num_tokens, self.local_heads, self.kv_lora_rank)
         if num_tokens == 0:
@@ -167,6 +172,7 @@ class NvlinkCommunicator(Communicator):
             self._row_capacity,
             self._exchange_state,
             exchange_tiling(num_rows, row_bytes, self.dcp_size, self.max_programs),
+            merged_lse,
         )
 
     def warm_up(self) -> None:
