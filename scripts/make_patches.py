@@ -44,6 +44,7 @@ FIELDS = """
     dcp_comm_backend: dcp_args.DCP_COMM_BACKEND.annotation = (
         dcp_args.DCP_COMM_BACKEND.default
     )
+    dcp_prefill: dcp_args.DCP_PREFILL.annotation = dcp_args.DCP_PREFILL.default
     dcp_derived: dcp_args.DCP_DERIVED.annotation = dcp_args.DCP_DERIVED.default
 """
 

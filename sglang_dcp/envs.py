@@ -4,6 +4,8 @@ import os
 
 #: Folder to which each rank writes its counters (rank-<r>.json) when asked for /server_info.
 COUNTERS_DIR = "SGLANG_DCP_COUNTERS_DIR"
+#: JSON file of this machine's rates for --dcp-prefill auto; keys: prefill_policy.PrefillRates.
+PREFILL_CALIBRATION = "SGLANG_DCP_PREFILL_CALIBRATION"
 #: Set by the launchers: the whitelist of general plugins (SGLang's own variable).
 SGLANG_PLUGINS = "SGLANG_PLUGINS"
 #: Triton's own: "1" runs its kernels in Python, on CPU tensors.
@@ -13,6 +15,11 @@ TRITON_INTERPRET = "TRITON_INTERPRET"
 def counters_dir() -> str | None:
     """Folder for the ranks' counters, or None: count nothing."""
     return os.environ.get(COUNTERS_DIR) or None
+
+
+def prefill_calibration() -> str | None:
+    """Path of the machine's prefill rates, or None: those of an H200."""
+    return os.environ.get(PREFILL_CALIBRATION) or None
 
 
 def plugin_excluded(entry_point: str) -> bool:

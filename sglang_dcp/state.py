@@ -1,9 +1,10 @@
 """What a rank knows about its DCP group; set once when the groups are built, read everywhere."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_dcp.comm import Communicator
+from sglang_dcp.prefill_policy import PrefillPolicy
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class DcpState:
         group_ranks: world ranks of the group in order.
         coordinator: SGLang's GroupCoordinator of the group (kept alive here).
         comm: the communicator that does stages 4 and 6 (+7).
+        prefill_policy: how prefill reads a striped prefix.
     """
 
     dcp_size: int
@@ -23,6 +25,7 @@ class DcpState:
     group_ranks: tuple[int, ...]
     coordinator: Any
     comm: Communicator
+    prefill_policy: PrefillPolicy = field(default_factory=PrefillPolicy)
 
 
 _state: DcpState | None = None

@@ -7,7 +7,7 @@ import torch
 from sglang.srt.distributed import parallel_state
 from sglang.srt.server_args import get_global_server_args
 
-from sglang_dcp import state
+from sglang_dcp import envs, state
 from sglang_dcp.comm import (
     COMM_BACKENDS,
     Communicator,
@@ -19,6 +19,8 @@ from sglang_dcp.comm import (
 )
 from sglang_dcp.comm.symmetric import probe_peers
 from sglang_dcp.layout import dcp_groups
+from sglang_dcp.planner.models import shape_from_config
+from sglang_dcp.prefill_policy import PrefillCosts, PrefillPolicy, PrefillRates, load_rates
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,20 @@ def _make_communicator(server_args: Any, coordinator: Any) -> Communicator:
     return comm
 
 
+def _make_policy(server_args: Any, comm: Communicator) -> PrefillPolicy:
+    """The policy of --dcp-prefill, with the rates of this machine."""
+    path = envs.prefill_calibration()
+    config = server_args.get_model_config().hf_config.to_dict()
+    costs = PrefillCosts(
+        model=shape_from_config(config, server_args.model_path, server_args.model_path),
+        num_heads=comm.num_heads,
+        dcp_size=comm.dcp_size,
+        slice_tokens=comm.max_tokens,
+        rates=PrefillRates() if path is None else load_rates(path),
+    )
+    return PrefillPolicy(server_args.dcp_prefill, costs)
+
+
 def after_initialize_model_parallel(result: None, *args: Any, **kwargs: Any) -> None:
     """AFTER initialize_model_parallel: build TP x CP, before memory is measured.
 
@@ -92,6 +108,7 @@ def after_initialize_model_parallel(result: None, *args: Any, **kwargs: Any) -> 
             group_ranks=tuple(coordinator.ranks),
             coordinator=coordinator,
             comm=comm,
+            prefill_policy=_make_policy(server_args, comm),
         )
     )
 

@@ -20,6 +20,7 @@ _HOOKS = "sglang_dcp.hooks."
 _ATTENTION = "sglang_dcp.attention."
 _BACKENDS = _SRT + "layers.attention.attention_registry.ATTENTION_BACKENDS"
 _MHA = _SRT + "models.deepseek_common.attention_forward_methods.forward_mha."
+_MLA = _SRT + "models.deepseek_v2.DeepseekV2AttentionMLA."
 _CPU_GONE = "SGLang serves MLA models on CPU without AMX"
 _NATIVE = "SGLang's own DCP covers this release's MLA backends on Hopper"
 
@@ -36,7 +37,7 @@ ARGUMENTS: tuple[Patch, ...] = (
             test="tests/test_server_args.py::test_fields_travel",
             missing_upstream=True,
         )
-        for name in ("dcp_size", "dcp_comm_backend", "dcp_derived")
+        for name in ("dcp_size", "dcp_comm_backend", "dcp_prefill", "dcp_derived")
     ),
     Patch(
         name="args-init",
@@ -261,6 +262,16 @@ DCP: tuple[Patch, ...] = (
         why="prefill reads whole prefixes, which lie on all ranks (pass-KV)",
         remove_when=_NATIVE,
         test="tests/test_prefix_gather.py",
+    ),
+    Patch(
+        name="prefill-dispatch",
+        target=_MLA + "dispatch_attn_forward_method",
+        kind="around",
+        params=("self", "forward_batch"),
+        hook=_HOOKS + "deepseek_v2:around_dispatch_attn_forward_method",
+        why="pass-Q prefills absorbed, as decode does; upstream would expand K and V",
+        remove_when=_NATIVE,
+        test="tests/test_serve_prefill.py",
     ),
 )
 
