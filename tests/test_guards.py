@@ -320,3 +320,14 @@ def test_no_rule_without_dcp(tiny_model, monkeypatch):
         "hopper", monkeypatch, tiny_model, enable_mixed_chunk=True, enable_symm_mem=True
     )
     assert args.enable_mixed_chunk
+
+
+def test_prefill_mode_and_calibration(tiny_model, tmp_path, monkeypatch):
+    """Keywords bypass the CLI's choices; a bad calibration ends in the launcher."""
+    with pytest.raises(ValueError, match=r"--dcp-prefill ring .*pass-kv, pass-q.*auto"):
+        make_args(tiny_model, dcp_size=2, dcp_prefill="ring")
+    assert make_args(tiny_model, dcp_size=2, dcp_prefill="pass-q").dcp_prefill == "pass-q"
+    monkeypatch.setenv("SGLANG_DCP_PREFILL_CALIBRATION", str(tmp_path / "missing.json"))
+    with pytest.raises(ValueError, match=r"prefill calibration .*missing.json cannot be read"):
+        make_args(tiny_model, dcp_size=2)
+    make_args(tiny_model, dcp_size=1)  # nothing to calibrate

@@ -15,6 +15,7 @@ import torch
 from simulated_ranks import as_rank
 
 from sglang_dcp import metrics, state
+from sglang_dcp.attention.prefill import prefill_variant
 from sglang_dcp.comm.timer import ExchangeTimer
 from sglang_dcp.hooks import table
 from sglang_dcp.testing.server import Server
@@ -137,7 +138,8 @@ def classes_of(registry: prometheus_client.CollectorRegistry) -> metrics.MetricC
 
 
 def prefill(*prefix_lens: int) -> SimpleNamespace:
-    return SimpleNamespace(extend_prefix_lens_cpu=list(prefix_lens))
+    new_lens = [1] * len(prefix_lens)
+    return SimpleNamespace(extend_prefix_lens_cpu=list(prefix_lens), extend_seq_lens_cpu=new_lens)
 
 
 def test_series(registry: prometheus_client.CollectorRegistry) -> None:
@@ -155,8 +157,10 @@ def test_series(registry: prometheus_client.CollectorRegistry) -> None:
     own = {"model_name": "m", "tp_rank": "3", "dcp_rank": "1"}
     value = registry.get_sample_value
     first, second = prefill(0, 0), prefill(0, 5)
-    for batch in (first, first, second, second, second, prefill(0)):  # several layers ask
-        metrics.count_prefill(batch)
+    with as_rank(1, 2):
+        for batch in (first, first, second, second, second, prefill(0)):  # several layers ask
+            prefill_variant(batch)
+    metrics.count_prefill("pass_q")
     for _ in range(5):
         comm.exchange_merge(torch.zeros(1))
     series.publish(rows_used=17, rows_cached=4)
@@ -168,10 +172,11 @@ def test_series(registry: prometheus_client.CollectorRegistry) -> None:
     assert value("sglang:dcp_kv_rows_cached", own) == 5
     assert value("sglang:dcp_prefill_batches_total", {**own, "variant": "none"}) == 2
     assert value("sglang:dcp_prefill_batches_total", {**own, "variant": "pass_kv"}) == 1
+    assert value("sglang:dcp_prefill_batches_total", {**own, "variant": "pass_q"}) == 1
     assert value("sglang:dcp_exchange_us_count", own) == 2
     assert value("sglang:dcp_exchange_us_sum", own) > 6000
     assert value("sglang:dcp_exchange_us_bucket", {**own, "le": "2048.0"}) == 0
-    metrics.count_prefill(prefill(1))
+    metrics.count_prefill("pass_kv")
     series.publish(0, 0)
     assert value("sglang:dcp_prefill_batches_total", {**own, "variant": "pass_kv"}) == 2
 

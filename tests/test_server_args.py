@@ -21,27 +21,30 @@ def parse(*argv):
 
 
 def dcp_values(args):
-    return args.dcp_size, args.dcp_comm_backend, args.page_size
+    return args.dcp_size, args.dcp_comm_backend, args.page_size, args.dcp_prefill
 
 
 def test_fields_travel(tiny_model, tmp_path):
     """CLI and its alias, YAML, keywords, pickle, asdict, replace and copy all carry DCP."""
     command = ["--model-path", str(tiny_model), "--tp", "8"]
-    want = (4, "ag_rs", 8)
-    args = parse(*command, "--dcp-size", "4", "--dcp-comm-backend", "ag_rs", "--page-size", "2")
+    want = (4, "ag_rs", 8, "pass-q")
+    dcp = ["--dcp-size", "4", "--dcp-comm-backend", "ag_rs", "--dcp-prefill", "pass-q"]
+    args = parse(*command, *dcp, "--page-size", "2")
     assert dcp_values(args) == want
     alias = parse(
         *command,
         "--decode-context-parallel-size=4",
         "--dcp-comm-backend=ag_rs",
+        "--dcp-prefill=pass-q",
         "--page-size=2",
     )
     assert dcp_values(alias) == want
 
     yaml = tmp_path / "serve.yaml"
-    yaml.write_text("dcp-size: 4\ndcp-comm-backend: ag_rs\npage-size: 2\n")
+    yaml.write_text("dcp-size: 4\ndcp-comm-backend: ag_rs\ndcp-prefill: pass-q\npage-size: 2\n")
     assert dcp_values(parse(*command, "--config", str(yaml))) == want
-    keywords = make_args(tiny_model, dcp_size=4, dcp_comm_backend="ag_rs", page_size=2)
+    fields = {"dcp_comm_backend": "ag_rs", "dcp_prefill": "pass-q"}
+    keywords = make_args(tiny_model, dcp_size=4, page_size=2, **fields)
     assert dcp_values(keywords) == want
 
     for travelled in (
@@ -58,9 +61,11 @@ def test_fields_travel(tiny_model, tmp_path):
 
 def test_defaults_are_upstreams(tiny_model):
     args = parse("--model-path", str(tiny_model), "--tp", "8")
-    assert dcp_values(args) == (1, "auto", 1)
+    assert dcp_values(args) == (1, "auto", 1, "auto")
     assert args.dcp_derived is None
-    assert {"dcp_size", "dcp_comm_backend"} <= {f.name for f in dataclasses.fields(args)}
+    assert {"dcp_size", "dcp_comm_backend", "dcp_prefill"} <= {
+        f.name for f in dataclasses.fields(args)
+    }
 
 
 def test_eq_and_repr_see_dcp(tiny_model):
@@ -69,6 +74,7 @@ def test_eq_and_repr_see_dcp(tiny_model):
     assert args.page_size == plain.page_size
     assert args == make_args(tiny_model, dcp_size=2, page_size=2)
     assert args != make_args(tiny_model, dcp_size=2, page_size=2, dcp_comm_backend="a2a")
+    assert args != make_args(tiny_model, dcp_size=2, page_size=2, dcp_prefill="pass-q")
     assert args != plain
     # nothing but the DCP fields tells these two apart
     other = copy.copy(args)
