@@ -27,6 +27,14 @@ SPECS = {
         env=CHECKED_POOL,
     ),
     "tp4-dcp4-pass-kv": Spec(tp=4, dcp_size=4, prefill="pass-kv", args=CHUNK_16),
+    # batches are padded to the other replica's: rows that belong to no request
+    "dp-attention-pass-q": Spec(
+        tp=4,
+        dcp_size=2,
+        prefill="pass-q",
+        args=("--dp-size", "2", "--enable-dp-attention"),
+        env=CHECKED_POOL,
+    ),
     "tp2-dcp2-auto": Spec(dcp_size=2, prefill="auto", args=CHUNK_16),
 }
 
@@ -57,8 +65,10 @@ def test_the_variant_asked_for_ran(served: Outcome) -> None:
         assert ran == ({"pass_q"} if mode == "auto" else {mode.replace("-", "_")})
         assert ("kv_gather" in counts) == ("pass_kv" in ran)
         assert ("attend_prefix" in counts) == ("pass_q" in ran)
-    # all ranks decided alike
-    assert len({rank["counts"].get("prefill_pass_q", 0) for rank in served.ranks}) == 1
+    for name in ("prefill_pass_q", "attend_prefix"):  # the ranks of a group did alike
+        counts, c = served.counts(name), served.spec.dcp_size
+        for start in range(0, len(counts), c):
+            assert len(set(counts[start : start + c])) == 1, (name, counts)
 
 
 def test_large_batches_go_in_slices(farm: Farm) -> None:
@@ -76,6 +86,7 @@ def test_some_prefixes_left_ranks_empty(farm: Farm) -> None:
 
 def test_prefixes_came_from_the_cache(served: Outcome) -> None:
     cached = cached_tokens(served.results["hit"])
-    assert all(tokens > 100 for tokens in cached)
+    if "--enable-dp-attention" not in served.spec.args:  # the other replica may get the repeat
+        assert all(tokens > 100 for tokens in cached)
     assert served.flushed
     assert "leak" not in served.log

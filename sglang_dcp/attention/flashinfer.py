@@ -79,6 +79,7 @@ class DcpFlashInferBackend(FlashInferExtend, StripeMixin, FlashInferMLAAttnBacke
         super().__init__(model_runner)
         self.indices_updater_decode = _StripeIndicesUpdater(model_runner, self)
         self._prefix_wrappers: list[Any] = []  # one a plan of a batch; each owns 8 MB
+        self.load_pass_q()
 
     def init_cuda_graph_state(
         self, max_bs: int, max_num_tokens: int, kv_indices_buf: torch.Tensor | None = None

@@ -18,6 +18,14 @@ class FlashInferExtend:
     #: After the last plan's copies; a plan's host buffer must not be written before it.
     _planned: torch.cuda.Event | None = None
 
+    def load_pass_q(self) -> None:
+        """Build and load the kernel now: a build in mid-serving would let other ranks wait."""
+        dcp = state.get_state()
+        if dcp.prefill_policy.mode != "pass-kv":
+            row = torch.zeros(1, dtype=torch.int32, device=self.device)  # type: ignore[attr-defined]
+            wrapper: Any = self.prefill_wrapper_paged  # type: ignore[attr-defined]
+            self.plan_mla(wrapper, [1], [1], row, dcp.comm.local_heads, causal=True)
+
     def plan_extend(self, forward_batch: Any) -> None:
         """As StripeMixin, and waits for the copies of the batch before, which are long over."""
         if self._planned is not None:

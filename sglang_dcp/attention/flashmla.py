@@ -37,6 +37,7 @@ class DcpFlashMLABackend(FlashInferExtend, StripeMixin, FlashMLABackend):
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
         self.num_q_heads *= state.get_state().dcp_size  # heads after the gather
+        self.load_pass_q()
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         if not forward_batch.forward_mode.is_decode_or_idle():

@@ -77,6 +77,11 @@ def _make_policy(server_args: Any, comm: Communicator) -> PrefillPolicy:
         slice_tokens=comm.max_tokens,
         rates=PrefillRates() if path is None else load_rates(path),
     )
+    if server_args.dcp_prefill == "auto":
+        logger.info(
+            f"DCP: prefill by pass-Q below about {costs.crossover_tokens(128_000)} new tokens on "
+            f"128000 cached ones, by pass-KV above (rates: {path or costs.rates.source})."
+        )
     return PrefillPolicy(server_args.dcp_prefill, costs)
 
 
