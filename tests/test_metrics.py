@@ -158,7 +158,7 @@ def test_series(registry: prometheus_client.CollectorRegistry) -> None:
     value = registry.get_sample_value
     first, second = prefill(0, 0), prefill(0, 5)
     with as_rank(1, 2):
-        for batch in (first, first, second, second, second, prefill(0)):  # several layers ask
+        for batch in (first, first, second, second, second, prefill()):  # several layers ask
             prefill_variant(batch)
     metrics.count_prefill("pass_q")
     for _ in range(5):

@@ -16,9 +16,10 @@ def prefill_variant(forward_batch: Any) -> Variant:
     """
     chosen: Variant | None = forward_batch.__dict__.get("dcp_prefill_variant")
     if chosen is None:
-        chosen = state.get_state().prefill_policy.choose(
-            forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
-        )
+        # An idle replica under DP attention runs an extend of padding, without lengths
+        new_lens = forward_batch.extend_seq_lens_cpu or ()
+        prefix_lens = forward_batch.extend_prefix_lens_cpu or ()
+        chosen = state.get_state().prefill_policy.choose(new_lens, prefix_lens)
         forward_batch.dcp_prefill_variant = chosen
         count_prefill(chosen)
     return chosen

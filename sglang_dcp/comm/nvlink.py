@@ -2,7 +2,7 @@
 
 Ranks store into each other's symmetric memory; the protocol is in `kernels.peer_signal`. Buffers
 are sized once for the largest decode batch and never move, so graphs of all batch sizes share them
-with eager calls. Larger eager batches (prefill that moves queries, graphs off) go over `a2a`.
+with eager calls. Larger eager batches (graphs off) go over `a2a`; prefill comes in slices that fit.
 """
 
 from __future__ import annotations
