@@ -281,6 +281,9 @@ def test_hooked_only_for_dcp_with_metrics(enable: bool, dcp_size: int) -> None:
 # ---------------------------------------------------------------- a real server
 
 
+PREFILLS = "sglang:dcp_prefill_batches_total"
+
+
 def series_of(text: str, name: str) -> dict[tuple[str, str], list[float]]:
     """Values of a series by (tp_rank, dcp_rank), from the text format."""
     found: dict[tuple[str, str], list[float]] = {}
@@ -290,13 +293,23 @@ def series_of(text: str, name: str) -> dict[tuple[str, str], list[float]]:
     return found
 
 
+def sorted_by_variant(text: str) -> dict[tuple[str, str], list[float]]:
+    """Prefill batches of every rank: none, pass_kv, pass_q."""
+    lines = text.splitlines()
+    of_variant = [
+        series_of("\n".join(line for line in lines if f'variant="{name}"' in line), PREFILLS)
+        for name in ("none", "pass_kv", "pass_q")
+    ]
+    return {rank: [values[rank][0] for values in of_variant] for rank in of_variant[0]}
+
+
 @pytest.mark.slow
 def test_series_of_a_server(tiny_model: Path, tmp_path: Path) -> None:
     command = ["--model-path", str(tiny_model), "--device", "cpu", "--dtype", "float32"]
     command += ["--tp", "2", "--dcp-size", "2", "--page-size", "4", "--enable-metrics"]
     command += ["--max-total-tokens", "2048", "--context-length", "1024", "--random-seed", "0"]
     command += ["--chunked-prefill-size", "64", "--max-running-requests", "8"]
-    command += ["--skip-server-warmup", "--grammar-backend", "none"]
+    command += ["--skip-server-warmup", "--grammar-backend", "none", "--dcp-prefill", "pass-q"]
     env = {"TRITON_INTERPRET": None, "PROMETHEUS_MULTIPROC_DIR": None}
     with Server(command, tmp_path / "log", env=env) as server:
         before = server.get("/metrics")
@@ -315,8 +328,10 @@ def test_series_of_a_server(tiny_model: Path, tmp_path: Path) -> None:
     assert series_of(after, "sglang:dcp_kv_rows_used") == dict.fromkeys(ranks, [0])
     assert series_of(before, "sglang:dcp_kv_rows_cached") == dict.fromkeys(ranks, [0])
     for rank in ranks:
-        prefills = series_of(after, "sglang:dcp_prefill_batches_total")[rank]
-        assert min(prefills) >= 1, "the second chunk of the long prompt has a prefix"
+        none, pass_kv, pass_q = sorted_by_variant(after)[rank]
+        assert none >= 1
+        assert pass_kv == 0
+        assert pass_q >= 1, "the second chunk of the long prompt has a prefix"
         assert series_of(after, "sglang:dcp_exchange_us_count")[rank][0] >= 1
     assert 'comm_backend="a2a"' in after
     assert "sglang:num_running_reqs{" in after
