@@ -50,6 +50,7 @@ FIELDS = """
     dcp_workspace_mb: dcp_args.DCP_WORKSPACE_MB.annotation = (
         dcp_args.DCP_WORKSPACE_MB.default
     )
+    dcp_prefill: dcp_args.DCP_PREFILL.annotation = dcp_args.DCP_PREFILL.default
     dcp_derived: dcp_args.DCP_DERIVED.annotation = dcp_args.DCP_DERIVED.default
 """
 

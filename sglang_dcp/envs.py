@@ -6,6 +6,8 @@ import os
 COUNTERS_DIR = "SGLANG_DCP_COUNTERS_DIR"
 #: "1": repeat every communicator call on `a2a` and count differing bits (debug, slow).
 SHADOW = "SGLANG_DCP_SHADOW"
+#: JSON file of this machine's rates for --dcp-prefill auto; keys: prefill_policy.PrefillRates.
+PREFILL_CALIBRATION = "SGLANG_DCP_PREFILL_CALIBRATION"
 #: Set by the launchers: the whitelist of general plugins (SGLang's own variable).
 SGLANG_PLUGINS = "SGLANG_PLUGINS"
 #: Triton's own: "1" runs its kernels in Python, on CPU tensors.
@@ -20,6 +22,11 @@ def counters_dir() -> str | None:
 def shadow() -> bool:
     """True if every communicator call is to be repeated on another one and compared."""
     return os.environ.get(SHADOW) == "1"
+
+
+def prefill_calibration() -> str | None:
+    """Path of the machine's prefill rates, or None: those of an H200."""
+    return os.environ.get(PREFILL_CALIBRATION) or None
 
 
 def plugin_excluded(entry_point: str) -> bool:

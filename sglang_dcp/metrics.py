@@ -5,7 +5,7 @@
     sglang:dcp_kv_rows_capacity       physical rows of this rank
     sglang:dcp_kv_rows_used           of these, rows in pages that running requests hold
     sglang:dcp_kv_rows_cached         rows in pages that only the radix cache holds
-    sglang:dcp_prefill_batches_total  prefill batches by how they read a prefix: none, pass_kv
+    sglang:dcp_prefill_batches_total  prefill batches by variant: none, pass_kv, pass_q
     sglang:dcp_exchange_us            sampled time of exchange + merge (stages 6, 7), one layer
 
 Used rows count whole pages, as SGLang's token counts do, and are therefore equal on all ranks.
@@ -18,23 +18,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_dcp import counters
 from sglang_dcp.comm.timer import ExchangeTimer
+from sglang_dcp.prefill_policy import VARIANTS, Variant
 
-PREFILL_VARIANTS = ("none", "pass_kv")
 EXCHANGE_BUCKETS_US = tuple(float(2**n) for n in range(1, 18))  # 2 us to 131 ms (CPU ranks)
 
 _prefill_batches: Counter[str] = Counter()
 
 
-def count_prefill(forward_batch: Any) -> None:
-    """Count the batch once, whichever of its layers asks first.
-
-    Args:
-        forward_batch: SGLang's ForwardBatch of an extend; prefixes are read by pass-KV.
-    """
-    if "dcp_prefill_counted" not in forward_batch.__dict__:
-        forward_batch.dcp_prefill_counted = True
-        _prefill_batches["pass_kv" if any(forward_batch.extend_prefix_lens_cpu) else "none"] += 1
+def count_prefill(variant: Variant) -> None:
+    """Count one prefill batch."""
+    _prefill_batches[variant] += 1
+    counters.count(f"prefill_{variant}")
 
 
 @dataclass(frozen=True)
@@ -112,4 +108,4 @@ class DcpMetrics:
             documentation="Prefill batches by how they read a cached prefix.",
             labelnames=[*self._labels, "variant"],
         )
-        return {name: family.labels(**self._labels, variant=name) for name in PREFILL_VARIANTS}
+        return {name: family.labels(**self._labels, variant=name) for name in VARIANTS}

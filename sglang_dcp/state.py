@@ -1,10 +1,11 @@
 """What a rank knows about its DCP group; set once when the groups are built, read everywhere."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_dcp.comm import Communicator
 from sglang_dcp.comm.shadow import Shadow
+from sglang_dcp.prefill_policy import PrefillPolicy
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class DcpState:
         comm: the communicator that does stages 4 and 6 (+7).
         owns_coordinator: False if it is upstream's own group of the same ranks.
         shadow: in shadow mode, what compares it with another one.
+        prefill_policy: how prefill reads a striped prefix.
     """
 
     dcp_size: int
@@ -28,6 +30,7 @@ class DcpState:
     comm: Communicator
     owns_coordinator: bool = True
     shadow: Shadow | None = None
+    prefill_policy: PrefillPolicy = field(default_factory=PrefillPolicy)
 
 
 _state: DcpState | None = None

@@ -36,7 +36,10 @@ Results = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Spec:
-    """One server: model, sizes, further arguments and environment; `work` names its batches."""
+    """One server: model, sizes, further arguments and environment; `work` names its batches.
+
+    The variant of prefill is fixed, so that every server shows what its test is about.
+    """
 
     model: str = "dense"
     tp: int = 2
@@ -47,11 +50,13 @@ class Spec:
     pool_tokens: int | None = 2048
     module: str = "sglang_dcp.launch_server"
     work: str = "standard"
+    prefill: str = "pass-kv"
 
     def command(self, model: Path) -> list[str]:
         """Arguments of the server; pool_tokens None leaves the size to the memory fraction."""
         sizes = ("--tp", str(self.tp), "--pp-size", str(self.pp), "--context-length", "2048")
-        dcp = ("--dcp-size", str(self.dcp_size)) if self.dcp_size > 1 else ()
+        dcp = ("--dcp-size", str(self.dcp_size), "--dcp-prefill", self.prefill)
+        dcp = dcp if self.dcp_size > 1 else ()
         pool = ("--max-total-tokens", str(self.pool_tokens)) if self.pool_tokens else ()
         own = (
             () if "--chunked-prefill-size" in self.args else ("--chunked-prefill-size", str(CHUNK))

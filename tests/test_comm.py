@@ -42,7 +42,10 @@ class Case:
     mutation: str = ""
 
     def want(self) -> torch.Tensor:
-        return attention_ref(self.q, self.kv, self.kv[..., :DIM], self.lens, self.lse_base)[0]
+        return self.reference()[0]
+
+    def reference(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return attention_ref(self.q, self.kv, self.kv[..., :DIM], self.lens, self.lse_base)
 
 
 def make_case(num_heads, lens, lse_base="e", dtype=torch.float32, mutation=""):
@@ -89,10 +92,14 @@ def decode_step(comm, case, rank, size):
         o, lse = o.nan_to_num(), torch.zeros_like(lse)
     if case.mutation == "ignore_lens":
         local_lens = torch.ones_like(local_lens)
+    merged_lse = torch.full((num_tokens, case.num_heads // size), math.nan)
+    kept = comm.exchange_merge(o, lse, case.lse_base, local_lens, merged_lse).clone()
     merged = comm.exchange_merge(o, lse, case.lse_base, local_lens)
+    # keeping the LSE changes no bit of the outputs
+    assert torch.equal(merged.nan_to_num(), kept.nan_to_num())
     assert merged.is_contiguous()
     assert merged.shape == (num_tokens, case.num_heads // size, DIM)
-    return merged
+    return merged, merged_lse
 
 
 def run_cases(rank, size, combos, cases):
@@ -116,8 +123,10 @@ def run_combo(rank, size, backend, transport, cases):
                 device="cpu",
             )
             comms[key].warm_up()
-        merged = decode_step(comms[key], case, rank, size)
-        results.append((merged.clone(), merged.data_ptr()))
+        merged, merged_lse = decode_step(comms[key], case, rank, size)
+        # with the LSE as one more column, so that it travels to the test beside its outputs
+        kept = torch.cat([merged.float(), merged_lse[..., None]], -1)
+        results.append((kept, merged.dtype, merged.data_ptr()))
     for comm in comms.values():
         assert comm.buffer_bytes > 0
         comm.destroy()
@@ -128,17 +137,21 @@ def run_combo(rank, size, backend, transport, cases):
 
 
 def gathered(cases, size, combos, interpret=False):
-    """Per combo: (merged [B, H, D] of every case with the ranks' heads side by side, pointers)."""
+    """Per combo: of every case with the ranks' heads side by side, merged [B, H, D] and its LSE
+    [B, H]; and the pointers."""
     per_rank = run_ranks(size, run_cases, combos, cases, interpret=interpret)
     assert all(interpreted == interpret for _, interpreted in per_rank)
     for ranks_of_combo in zip(*(r for r, _ in per_rank), strict=True):
-        pointers = [[ptr for _, ptr in results] for results in ranks_of_combo]
-        by_case = zip(*([m for m, _ in results] for results in ranks_of_combo), strict=True)
-        yield [torch.cat(parts, 1) for parts in by_case], pointers
+        pointers = [[ptr for *_, ptr in results] for results in ranks_of_combo]
+        dtypes = [dtype for _, dtype, _ in ranks_of_combo[0]]
+        by_case = zip(*([kept for kept, *_ in results] for results in ranks_of_combo), strict=True)
+        both = [torch.cat(parts, 1) for parts in by_case]
+        merged = [kept[..., :DIM].to(dtype) for kept, dtype in zip(both, dtypes, strict=True)]
+        yield merged, [kept[..., DIM] for kept in both], pointers
 
 
 def all_cases():
-    lens = [1, 7, 64]
+    lens = [1, 7, 64, 0]  # the last one is empty on all ranks: 0 and -inf
     cases = [make_case(12, lens, base) for base in ("e", "2")]
     cases += [make_case(16, lens, "2", dt) for dt in (torch.float32, torch.bfloat16)]
     cases += [make_case(16, [n], "e") for n in (1, 33)]  # B = 1
@@ -158,10 +171,11 @@ def test_decode_step_equals_unsharded_attention(size, combos):
     cases = all_cases()
     mutated = [make_case(16, [1, 7, 64], mutation=m) for m in ("average", "ignore_lens")]
     results = list(gathered(cases + mutated, size, combos))
-    for merged, pointers in results:
-        for case, got in zip(cases, merged, strict=False):
+    for merged, lses, pointers in results:
+        for case, got, lse in zip(cases, merged, lses, strict=False):
             assert got.dtype == case.dtype
             assert_close(got, case.want())
+            assert_close(lse, case.reference()[1])
         for case, got in zip(mutated, merged[len(cases) :], strict=True):
             # the comparison above can fail: averaging, or trusting the LSE of empty stripes
             assert not torch.allclose(got.double(), case.want(), atol=1e-2)
@@ -175,8 +189,9 @@ def test_decode_step_equals_unsharded_attention(size, combos):
 def test_interpreted_kernels_in_the_whole_step():
     case = make_case(4, [1, 9])
     combos = [("a2a", "torch"), ("ag_rs", "torch")]
-    for merged, _ in gathered([case], 2, combos, interpret=True):
+    for merged, lses, _ in gathered([case], 2, combos, interpret=True):
         assert_close(merged[0], case.want())
+        assert_close(lses[0], case.reference()[1])
 
 
 def transport_bytes(rank, size):

@@ -331,3 +331,14 @@ def test_replicated_projection_needs_a_group_and_a_tested_type(tiny_model):
     for dtype in ("bfloat16", "float32"):
         assert make_args(tiny_model, dcp_size=2, dcp_replicate_q_proj=True, dtype=dtype)
     assert make_args(tiny_model, dcp_size=2, dtype="float16")
+
+
+def test_prefill_mode_and_calibration(tiny_model, tmp_path, monkeypatch):
+    """Keywords bypass the CLI's choices; a bad calibration ends in the launcher."""
+    with pytest.raises(ValueError, match=r"--dcp-prefill ring .*pass-kv, pass-q.*auto"):
+        make_args(tiny_model, dcp_size=2, dcp_prefill="ring")
+    assert make_args(tiny_model, dcp_size=2, dcp_prefill="pass-q").dcp_prefill == "pass-q"
+    monkeypatch.setenv("SGLANG_DCP_PREFILL_CALIBRATION", str(tmp_path / "missing.json"))
+    with pytest.raises(ValueError, match=r"prefill calibration .*missing.json cannot be read"):
+        make_args(tiny_model, dcp_size=2)
+    make_args(tiny_model, dcp_size=1)  # nothing to calibrate

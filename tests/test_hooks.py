@@ -88,7 +88,7 @@ def test_hooks_take_what_their_targets_take(plugin):
 def test_every_hook_module_is_in_the_table():
     modules = {path.stem for path in (ROOT / "sglang_dcp/hooks").glob("*.py")}
     used = {p.hook.split(":")[0].rpartition(".")[2] for p in all_patches() if ".hooks." in p.hook}
-    tables = {"table", "table_cpu", "table_replicate_q"}
+    tables = {"table", "table_cpu", "table_prefill", "table_replicate_q"}
     helpers = {"__init__", "guards", "registry", "seam", "startup_log", "workspace"}
     assert modules - used == helpers | tables
 

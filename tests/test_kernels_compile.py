@@ -46,13 +46,18 @@ CASES = {
         {"NOPE_DIM": 512, "PE_DIM": 64, "ALIGN": 8}
         | {"BLOCK_NOPE": 512, "BLOCK_PE": 64, "BLOCK_ROWS": 2},
     ),
+    "merge_state": (
+        "state_merge.merge_state_into_kernel",
+        {"o": "bf16", "lse": "fp32", "part": "bf16", "part_lse": "fp32", "rows": "i64"},
+        TILE | {"HAS_ROWS": True, "BASE_2": True, "PART_BASE_2": False},
+    ),
     "nvlink_exchange": (
         "nvlink_exchange.nvlink_exchange_kernel",
-        {"o": "bf16", "lse": "fp32", "lens": "i32", "merged": "bf16"}
+        {"o": "bf16", "lse": "fp32", "lens": "i32", "merged": "bf16", "merged_lse": "fp32"}
         | {"o_table": "i64", "lse_table": "i64"}
         | PEERS,
         MEETING
-        | {"D": 512, "BLOCK_D": 512, "ALIGN": 8, "ROW_ALIGN": 8, "BASE_2": False}
+        | {"D": 512, "BLOCK_D": 512, "ALIGN": 8, "ROW_ALIGN": 8, "BASE_2": False, "STORE_LSE": True}
         | {"PEERS": 8, "ROWS": 2, "SLICES": 2, "FLAG_SLICES": 4},
     ),
     "nvlink_gather_q": (
@@ -84,7 +89,8 @@ CASES = {
     ),
 }
 # kernels that move rows; the rest of their accesses are LSEs and lengths of 4 bytes
-ROW_MOVERS = ["merge_e", "merge_2", "weigh", "pack", "nvlink_exchange", "nvlink_gather_q"]
+ROW_MOVERS = ["merge_e", "merge_2", "merge_state", "weigh", "pack"]
+ROW_MOVERS += ["nvlink_exchange", "nvlink_gather_q"]
 MEMORY_OPS = r"(?:ld|st)\.global[\w.:]*|atom\.[\w.]*|bar\.sync|fence[\w.]*|trap"
 
 

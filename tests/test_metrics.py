@@ -15,6 +15,7 @@ import torch
 from simulated_ranks import as_rank
 
 from sglang_dcp import metrics, state
+from sglang_dcp.attention.prefill import prefill_variant
 from sglang_dcp.comm.timer import ExchangeTimer
 from sglang_dcp.hooks import table
 from sglang_dcp.testing.server import Server
@@ -137,7 +138,8 @@ def classes_of(registry: prometheus_client.CollectorRegistry) -> metrics.MetricC
 
 
 def prefill(*prefix_lens: int) -> SimpleNamespace:
-    return SimpleNamespace(extend_prefix_lens_cpu=list(prefix_lens))
+    new_lens = [1] * len(prefix_lens)
+    return SimpleNamespace(extend_prefix_lens_cpu=list(prefix_lens), extend_seq_lens_cpu=new_lens)
 
 
 def test_series(registry: prometheus_client.CollectorRegistry) -> None:
@@ -155,8 +157,10 @@ def test_series(registry: prometheus_client.CollectorRegistry) -> None:
     own = {"model_name": "m", "tp_rank": "3", "dcp_rank": "1"}
     value = registry.get_sample_value
     first, second = prefill(0, 0), prefill(0, 5)
-    for batch in (first, first, second, second, second, prefill(0)):  # several layers ask
-        metrics.count_prefill(batch)
+    with as_rank(1, 2):
+        for batch in (first, first, second, second, second, prefill()):  # several layers ask
+            prefill_variant(batch)
+    metrics.count_prefill("pass_q")
     for _ in range(5):
         comm.exchange_merge(torch.zeros(1))
     series.publish(rows_used=17, rows_cached=4)
@@ -168,10 +172,11 @@ def test_series(registry: prometheus_client.CollectorRegistry) -> None:
     assert value("sglang:dcp_kv_rows_cached", own) == 5
     assert value("sglang:dcp_prefill_batches_total", {**own, "variant": "none"}) == 2
     assert value("sglang:dcp_prefill_batches_total", {**own, "variant": "pass_kv"}) == 1
+    assert value("sglang:dcp_prefill_batches_total", {**own, "variant": "pass_q"}) == 1
     assert value("sglang:dcp_exchange_us_count", own) == 2
     assert value("sglang:dcp_exchange_us_sum", own) > 6000
     assert value("sglang:dcp_exchange_us_bucket", {**own, "le": "2048.0"}) == 0
-    metrics.count_prefill(prefill(1))
+    metrics.count_prefill("pass_kv")
     series.publish(0, 0)
     assert value("sglang:dcp_prefill_batches_total", {**own, "variant": "pass_kv"}) == 2
 
@@ -276,6 +281,9 @@ def test_hooked_only_for_dcp_with_metrics(enable: bool, dcp_size: int) -> None:
 # ---------------------------------------------------------------- a real server
 
 
+PREFILLS = "sglang:dcp_prefill_batches_total"
+
+
 def series_of(text: str, name: str) -> dict[tuple[str, str], list[float]]:
     """Values of a series by (tp_rank, dcp_rank), from the text format."""
     found: dict[tuple[str, str], list[float]] = {}
@@ -285,13 +293,23 @@ def series_of(text: str, name: str) -> dict[tuple[str, str], list[float]]:
     return found
 
 
+def sorted_by_variant(text: str) -> dict[tuple[str, str], list[float]]:
+    """Prefill batches of every rank: none, pass_kv, pass_q."""
+    lines = text.splitlines()
+    of_variant = [
+        series_of("\n".join(line for line in lines if f'variant="{name}"' in line), PREFILLS)
+        for name in ("none", "pass_kv", "pass_q")
+    ]
+    return {rank: [values[rank][0] for values in of_variant] for rank in of_variant[0]}
+
+
 @pytest.mark.slow
 def test_series_of_a_server(tiny_model: Path, tmp_path: Path) -> None:
     command = ["--model-path", str(tiny_model), "--device", "cpu", "--dtype", "float32"]
     command += ["--tp", "2", "--dcp-size", "2", "--page-size", "4", "--enable-metrics"]
     command += ["--max-total-tokens", "2048", "--context-length", "1024", "--random-seed", "0"]
     command += ["--chunked-prefill-size", "64", "--max-running-requests", "8"]
-    command += ["--skip-server-warmup", "--grammar-backend", "none"]
+    command += ["--skip-server-warmup", "--grammar-backend", "none", "--dcp-prefill", "pass-q"]
     env = {"TRITON_INTERPRET": None, "PROMETHEUS_MULTIPROC_DIR": None}
     with Server(command, tmp_path / "log", env=env) as server:
         before = server.get("/metrics")
@@ -310,8 +328,10 @@ def test_series_of_a_server(tiny_model: Path, tmp_path: Path) -> None:
     assert series_of(after, "sglang:dcp_kv_rows_used") == dict.fromkeys(ranks, [0])
     assert series_of(before, "sglang:dcp_kv_rows_cached") == dict.fromkeys(ranks, [0])
     for rank in ranks:
-        prefills = series_of(after, "sglang:dcp_prefill_batches_total")[rank]
-        assert min(prefills) >= 1, "the second chunk of the long prompt has a prefix"
+        none, pass_kv, pass_q = sorted_by_variant(after)[rank]
+        assert none >= 1
+        assert pass_kv == 0
+        assert pass_q >= 1, "the second chunk of the long prompt has a prefix"
         assert series_of(after, "sglang:dcp_exchange_us_count")[rank][0] >= 1
     assert 'comm_backend="a2a"' in after
     assert "sglang:num_running_reqs{" in after

@@ -101,9 +101,13 @@ def serve_steps(rank, size, folder, num_heads, dtype, seed):
         if not torch.equal(q_all, queries[2]):
             wrong.append((step, "gather"))
         time.sleep(0.02 * ((step + 2 * rank) % 3))
-        merged = comm.exchange_merge(o[rank], lse[rank], lse_base, lens).clone()
-        if not torch.equal(merged, own_merge(rank, o, lse, lens, lse_base)):
+        got_lse, want_lse = torch.full((2, num_tokens, num_heads // size), float("nan"))
+        kept = got_lse if step % 2 else None
+        merged = comm.exchange_merge(o[rank], lse[rank], lse_base, lens, kept).clone()
+        if not torch.equal(merged, own_merge(rank, o, lse, lens, lse_base, want_lse)):
             wrong.append((step, "exchange"))
+        if kept is not None and not torch.equal(got_lse, want_lse):
+            wrong.append((step, "lse"))
         if step == 3 and not torch.equal(
             merged, a2a.exchange_merge(o[rank], lse[rank], lse_base, lens)
         ):
@@ -113,9 +117,12 @@ def serve_steps(rank, size, folder, num_heads, dtype, seed):
             assert state.counters.eq(wrap(WRAP + 1 + step)).all()
     # above max_tokens: over a2a, on temporaries, and peer memory goes on working
     o, lse, lens = random_partials(size, MAX_TOKENS + 2, num_heads, DIM, dtype, CPU)
-    large = comm.exchange_merge(o[rank], lse[rank], "e", lens)
-    if not torch.equal(large, own_merge(rank, o, lse, lens, "e")):
+    got_lse, want_lse = torch.full((2, MAX_TOKENS + 2, num_heads // size), float("nan"))
+    large = comm.exchange_merge(o[rank], lse[rank], "e", lens, got_lse)
+    if not torch.equal(large, own_merge(rank, o, lse, lens, "e", want_lse)):
         wrong.append("large batch")
+    if not torch.equal(got_lse, want_lse):
+        wrong.append("large batch's lse")
     comm.run_once(2)
     assert comm.failure() is None
     return wrong

@@ -312,8 +312,11 @@ def baseline(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("plugins", "module"),
-    [("none", "sglang.launch_server"), (None, "sglang_dcp.launch_server")],
+    ("plugins", "module", "prefill", "read"),
+    [
+        ("none", "sglang.launch_server", "pass-q", "attend_prefix"),
+        (None, "sglang_dcp.launch_server", "pass-kv", "kv_gather"),
+    ],
     ids=["without-plugin", "with-plugin"],
 )
 def test_patched_tree_serves_the_same_tokens(
@@ -323,12 +326,15 @@ def test_patched_tree_serves_the_same_tokens(
     tmp_path: Path,
     plugins: str | None,
     module: str,
+    prefill: str,
+    read: str,
 ) -> None:
     log, counters = tmp_path / "log", tmp_path / "counters"
     env = {"TRITON_INTERPRET": None, "SGLANG_PLUGINS": plugins}
     env |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{patched_tree}"}
     env |= {"SGLANG_DCP_COUNTERS_DIR": str(counters)}
-    got = _serve(model, log, counters, "--dcp-size", "2", module=module, env=env)
+    dcp = ("--dcp-size", "2", "--dcp-prefill", prefill)
+    got = _serve(model, log, counters, *dcp, module=module, env=env)
     assert [ids for ids, _ in got] == [ids for ids, _ in baseline]
     differences = [
         abs(a[0] - b[0])
@@ -343,7 +349,7 @@ def test_patched_tree_serves_the_same_tokens(
             2,
             rank,
         )
-        assert min(info["counts"][name] for name in ("kv_write", "kv_gather")) > 0
+        assert min(info["counts"][name] for name in ("kv_write", read)) > 0
 
 
 def _rank_info(counters: Path, rank: int) -> dict[str, Any]:

@@ -21,14 +21,16 @@ def parse(*argv):
 
 
 def dcp_values(args):
-    return args.dcp_size, args.dcp_comm_backend, args.page_size, args.dcp_replicate_q_proj
+    values = args.dcp_size, args.dcp_comm_backend, args.page_size, args.dcp_replicate_q_proj
+    return *values, args.dcp_prefill
 
 
 def test_fields_travel(tiny_model, tmp_path):
     """CLI and its alias, YAML, keywords, pickle, asdict, replace and copy all carry DCP."""
     command = ["--model-path", str(tiny_model), "--tp", "8", "--dtype", "float32"]
-    want = (4, "ag_rs", 8, True)
+    want = (4, "ag_rs", 8, True, "pass-q")
     flags = ["--dcp-size", "4", "--dcp-comm-backend", "ag_rs", "--dcp-replicate-q-proj"]
+    flags += ["--dcp-prefill", "pass-q"]
     args = parse(*command, *flags, "--page-size", "2")
     assert dcp_values(args) == want
     alias = parse(
@@ -36,12 +38,14 @@ def test_fields_travel(tiny_model, tmp_path):
         "--decode-context-parallel-size=4",
         "--dcp-comm-backend=ag_rs",
         "--dcp-replicate-q-proj",
+        "--dcp-prefill=pass-q",
         "--page-size=2",
     )
     assert dcp_values(alias) == want
 
     yaml = tmp_path / "serve.yaml"
     options = ("dcp-size: 4", "dcp-comm-backend: ag_rs", "dcp-replicate-q-proj: true")
+    options += ("dcp-prefill: pass-q",)
     yaml.write_text("\n".join([*options, "page-size: 2", ""]))
     assert dcp_values(parse(*command, "--config", str(yaml))) == want
     keywords = make_args(
@@ -49,6 +53,7 @@ def test_fields_travel(tiny_model, tmp_path):
         dcp_size=4,
         dcp_comm_backend="ag_rs",
         dcp_replicate_q_proj=True,
+        dcp_prefill="pass-q",
         dtype="float32",
         page_size=2,
     )
@@ -68,9 +73,11 @@ def test_fields_travel(tiny_model, tmp_path):
 
 def test_defaults_are_upstreams(tiny_model):
     args = parse("--model-path", str(tiny_model), "--tp", "8")
-    assert dcp_values(args) == (1, "auto", 1, False)
+    assert dcp_values(args) == (1, "auto", 1, False, "auto")
     assert args.dcp_derived is None
-    assert {"dcp_size", "dcp_comm_backend"} <= {f.name for f in dataclasses.fields(args)}
+    assert {"dcp_size", "dcp_comm_backend", "dcp_prefill"} <= {
+        f.name for f in dataclasses.fields(args)
+    }
 
 
 def test_eq_and_repr_see_dcp(tiny_model):
@@ -79,6 +86,7 @@ def test_eq_and_repr_see_dcp(tiny_model):
     assert args.page_size == plain.page_size
     assert args == make_args(tiny_model, dcp_size=2, page_size=2)
     assert args != make_args(tiny_model, dcp_size=2, page_size=2, dcp_comm_backend="a2a")
+    assert args != make_args(tiny_model, dcp_size=2, page_size=2, dcp_prefill="pass-q")
     assert args != plain
     # nothing but the DCP fields tells these two apart
     other = copy.copy(args)

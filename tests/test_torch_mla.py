@@ -187,14 +187,25 @@ def test_a_slot_off_its_stripe_is_an_error(plugin):
         cache.backend(DcpTorchMLABackend, cache.rows).init_forward_metadata(cache.batch())
 
 
+def extend_batch(prefix_len):
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    return SimpleNamespace(
+        forward_mode=ForwardMode.EXTEND,
+        extend_prefix_lens_cpu=[prefix_len],
+        extend_seq_lens_cpu=[1],
+    )
+
+
 def test_absorbed_prefill_is_refused(plugin):
-    """Over a stripe it would see 1/c of the prefix and say nothing."""
+    """Unless it is pass-Q: over a stripe it would see 1/c of the prefix and say nothing."""
     from sglang_dcp.attention.torch_mla import DcpTorchMLABackend
 
     backend = object.__new__(DcpTorchMLABackend)
     backend.token_to_kv_pool = SimpleNamespace(kv_lora_rank=NOPE)
-    with pytest.raises(RuntimeError, match="absorbed prefill"):
-        backend.forward_extend(None, None, None, SimpleNamespace(v_head_dim=NOPE), None)
+    layer = SimpleNamespace(v_head_dim=NOPE)
+    with as_rank(0, 2), pytest.raises(RuntimeError, match="absorbed prefill"):
+        backend.forward_extend(None, None, None, layer, extend_batch(3))
 
 
 @pytest.mark.parametrize("extend_lse_base", ["e", "2"])
@@ -214,8 +225,9 @@ def test_prefix_chunks_return_base_e(plugin, extend_lse_base):
         pass
 
     Backend.extend_lse_base = extend_lse_base
-    layer, batch = SimpleNamespace(v_head_dim=8), SimpleNamespace(extend_prefix_lens_cpu=[3])
-    got, got_lse = Backend().forward_extend(o, o, o, layer, batch, with_lse=True)
+    layer, batch = SimpleNamespace(v_head_dim=8), extend_batch(3)
+    with as_rank(0, 2):
+        got, got_lse = Backend().forward_extend(o, o, o, layer, batch, with_lse=True)
+        assert Backend().forward_extend(o, o, o, layer, batch) is o
     assert got is o
     torch.testing.assert_close(got_lse, lse * math.log(2) if extend_lse_base == "2" else lse)
-    assert Backend().forward_extend(o, o, o, layer, batch) is o

@@ -94,12 +94,18 @@ def poison(comm: NvlinkCommunicator, epoch: int) -> None:
 
 
 def own_merge(
-    rank: int, o: torch.Tensor, lse: torch.Tensor, lens: torch.Tensor, lse_base: str
+    rank: int,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    lens: torch.Tensor,
+    lse_base: str,
+    merged_lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """What `a2a` computes for a rank's heads from all ranks' partials o [N, B, H, D]."""
     local = o.shape[2] // o.shape[0]
     heads = slice(rank * local, (rank + 1) * local)
-    return merge_partials(o[:, :, heads], lse[:, :, heads].contiguous(), lens, lse_base)
+    own_lse = lse[:, :, heads].contiguous()
+    return merge_partials(o[:, :, heads], own_lse, lens, lse_base, merged_lse=merged_lse)
 
 
 def random_partials(

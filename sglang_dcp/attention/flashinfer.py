@@ -1,14 +1,18 @@
 """FlashInfer MLA over the stripe: token-granular indices, base-2 LSE."""
 
+from itertools import accumulate
 from typing import Any
 
 import torch
+from flashinfer import BatchMLAPagedAttentionWrapper
 from sglang.srt.layers.attention.flashinfer_mla_backend import (
     FlashInferMLAAttnBackend,
     FlashInferMLAIndicesUpdaterDecode,
 )
 
 from sglang_dcp import state
+from sglang_dcp.attention.flashinfer_extend import FlashInferExtend
+from sglang_dcp.attention.prefix_slices import Share
 from sglang_dcp.attention.ragged_chunks import RaggedChunksMixin
 from sglang_dcp.attention.stripe import StripeMixin
 from sglang_dcp.kernels.kv_index import build_local_kv_indices
@@ -87,8 +91,10 @@ class _StripeIndicesUpdater(FlashInferMLAIndicesUpdaterDecode):
             wrapper.dcp_plan_copied.record()
 
 
-class DcpFlashInferBackend(RaggedChunksMixin, StripeMixin, FlashInferMLAAttnBackend):
-    """Decode over the stripe; prefill is upstream's ragged path."""
+class DcpFlashInferBackend(
+    RaggedChunksMixin, FlashInferExtend, StripeMixin, FlashInferMLAAttnBackend
+):
+    """Decode over the stripe; prefill is upstream's ragged path, or pass-Q."""
 
     lse_base = "2"
     extend_lse_base = "2"
@@ -97,6 +103,8 @@ class DcpFlashInferBackend(RaggedChunksMixin, StripeMixin, FlashInferMLAAttnBack
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
         self.indices_updater_decode = _StripeIndicesUpdater(model_runner, self)
+        self._prefix_wrappers: list[Any] = []  # one a plan of a batch; each owns 8 MB
+        self.load_pass_q()
 
     def init_cuda_graph_state(
         self, max_bs: int, max_num_tokens: int, kv_indices_buf: torch.Tensor | None = None
@@ -132,14 +140,56 @@ class DcpFlashInferBackend(RaggedChunksMixin, StripeMixin, FlashInferMLAAttnBack
 
     def attend_stripe(self, q: torch.Tensor, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """q [B, H, 576] -> o [B, H, 512], lse [B, H], base 2 (-inf would mark an empty row)."""
+        return self._run(self.forward_metadata.decode_wrapper, q, layer)
+
+    def _run(self, wrapper: Any, q: torch.Tensor, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
         k_buffer = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
-        return self.forward_metadata.decode_wrapper.run(
+        return wrapper.run(
             q[..., : layer.v_head_dim],
             q[..., layer.v_head_dim :],
             k_buffer[..., : layer.v_head_dim],
             k_buffer[..., layer.v_head_dim :],
             return_lse=True,
         )
+
+    def plan_extend(self, forward_batch: Any) -> None:
+        """As FlashInferExtend; plans take the wrappers in turn."""
+        self._num_prefix_plans = 0
+        super().plan_extend(forward_batch)
+
+    def plan_prefix(self, share: Share, forward_batch: Any) -> Any:
+        """A planned wrapper: each request's tokens over its stripe, without a mask."""
+        dcp = state.get_state()
+        kv_lens = self.own_prefix_lens(share.requests, forward_batch)
+        which = torch.tensor(share.requests).to(self.device, non_blocking=True)
+        indptr = torch.tensor(list(accumulate(kv_lens, initial=0)), dtype=torch.int32)
+        kv_indices = torch.empty(sum(kv_lens), dtype=torch.int32, device=self.device)
+        build_local_kv_indices(
+            self.indices_updater_decode.req_to_token,
+            forward_batch.req_pool_indices[which],
+            forward_batch.extend_prefix_lens[which],
+            indptr.to(self.device, non_blocking=True),
+            kv_indices,
+            dcp.dcp_rank,
+            dcp.dcp_size,
+        )
+        wrapper = self._next_prefix_wrapper()
+        heads = dcp.comm.num_heads
+        self.plan_mla(wrapper, list(share.counts), kv_lens, kv_indices, heads, causal=False)
+        return wrapper
+
+    def _next_prefix_wrapper(self) -> Any:
+        if self._num_prefix_plans == len(self._prefix_wrappers):
+            wrapper = BatchMLAPagedAttentionWrapper(self.workspace_buffer, backend="auto")
+            self._prefix_wrappers.append(wrapper)
+        self._num_prefix_plans += 1
+        return self._prefix_wrappers[self._num_prefix_plans - 1]
+
+    def attend_prefix(
+        self, q: torch.Tensor, layer: Any, kernel: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """q [n, H, 576] -> o [n, H, 512], lse [n, H], base 2; kernel is the planned wrapper."""
+        return self._run(kernel, q, layer)
 
 
 def create_backend(runner: Any) -> DcpFlashInferBackend:

@@ -11,6 +11,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_dcp import counters, state
+from sglang_dcp.attention.prefix_slices import Share
 from sglang_dcp.attention.stripe import StripeMixin
 from sglang_dcp.layout import first_owned
 
@@ -179,7 +180,7 @@ class TorchMLABackend(AttentionBackend):
 
 
 class DcpTorchMLABackend(StripeMixin, TorchMLABackend):
-    """Decode over the stripe of a striped pool; prefill is the chunked MHA above."""
+    """Decode over the stripe of a striped pool; prefill is the chunked MHA above, or pass-Q."""
 
     lse_base = "e"
 
@@ -200,10 +201,47 @@ class DcpTorchMLABackend(StripeMixin, TorchMLABackend):
         An empty stripe comes back as NaN and +inf, the worst that a GPU kernel returns for it
         (FlashMLA's LSE), so that ranks without a GPU prove that it is dropped by a select.
         """
-        o, lse = self._attend_pool(q, [1] * len(self.kv_rows), layer, causal=False)
-        empty = torch.tensor([rows.shape[0] == 0 for rows in self.kv_rows])
+        return self._attend_rows(q, [1] * len(self.kv_rows), self.kv_rows, layer)
+
+    def _attend_rows(
+        self, q: torch.Tensor, q_lens: Sequence[int], kv_rows: list[torch.Tensor], layer: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        latent = self.token_to_kv_pool.get_key_buffer(layer.layer_id)[torch.cat(kv_rows)]
+        kv_lens, v = [rows.shape[0] for rows in kv_rows], latent[..., : layer.v_head_dim]
+        o, lse = attend_segments(q, latent, v, q_lens, kv_lens, layer.scaling, causal=False)
+        empty = torch.tensor(kv_lens).eq(0).repeat_interleave(torch.tensor(q_lens))
         o[empty], lse[empty] = float("nan"), float("inf")
         counters.count("empty_stripe", int(empty.sum()))
+        return o.to(q.dtype), lse
+
+    def plan_prefix(self, share: Share, forward_batch: Any) -> Any:
+        """Each request's token count, and its rows of this rank's pool."""
+        req_to_token = self.req_to_token_pool.req_to_token
+        lens = forward_batch.extend_prefix_lens_cpu
+        rows = [
+            self._rows(req_to_token[forward_batch.req_pool_indices[b], : lens[b]].long())
+            for b in share.requests
+        ]
+        return share.counts, rows
+
+    def attend_prefix(
+        self, q: torch.Tensor, layer: Any, kernel: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """q [n, H, 576] -> o [n, H, 512], lse [n, H], base e; empty stripes as `attend_stripe`."""
+        counts, rows = kernel
+        return self._attend_rows(q, counts, rows, layer)
+
+    def plan_fresh(self, forward_batch: Any) -> None:
+        """Nothing but the lengths."""
+        self._new_lens = forward_batch.extend_seq_lens_cpu
+
+    def attend_fresh(
+        self, q_nope: torch.Tensor, q_pe: torch.Tensor, latent: torch.Tensor, layer: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `ExtendAttention.attend_fresh`; lse base e, -inf for padded rows at the end."""
+        lens, v = self._new_lens, latent[..., : layer.v_head_dim]
+        q = torch.cat([q_nope, q_pe], dim=-1)
+        o, lse = attend_segments(q, latent, v, lens, lens, layer.scaling, causal=True)
         return o.to(q.dtype), lse
 
 

@@ -7,15 +7,16 @@ from sglang.srt.layers.attention.triton_backend import TritonAttnBackend, logit_
 from sglang.srt.layers.attention.triton_ops.decode_attention import _decode_grouped_att_m_fwd
 
 from sglang_dcp import state
+from sglang_dcp.attention.prefill import prefill_variant
 from sglang_dcp.attention.stripe import StripeMixin
+from sglang_dcp.attention.triton_extend import TritonExtend
 from sglang_dcp.kernels.kv_index import build_local_kv_indices
 from sglang_dcp.kernels.split_reduce import reduce_splits
-from sglang_dcp.metrics import count_prefill
 from sglang_dcp.prefix_gather import GatherPlan, PrefixChunk, make_gather_plans
 
 
-class DcpTritonBackend(StripeMixin, TritonAttnBackend):
-    """Decode over the stripe; prefill with a prefix attends, absorbed, to the gathered prefix."""
+class DcpTritonBackend(TritonExtend, StripeMixin, TritonAttnBackend):
+    """Decode over the stripe; prefill attends, absorbed, to the gathered prefix, or by pass-Q."""
 
     lse_base = "e"
     _striped = False  # True while upstream's metadata code runs for a decode batch
@@ -35,10 +36,10 @@ class DcpTritonBackend(StripeMixin, TritonAttnBackend):
             super().init_forward_metadata(forward_batch)
         finally:
             striped, self._striped = self._striped, False
-        if not striped and any(forward_batch.extend_prefix_lens_cpu):
-            self._plan_prefix(forward_batch)
+        if not striped and prefill_variant(forward_batch) == "pass_kv":
+            self._plan_gather(forward_batch)
 
-    def _plan_prefix(self, forward_batch: Any) -> None:
+    def _plan_gather(self, forward_batch: Any) -> None:
         """Gather the prefix into a contiguous buffer: its rows are then 0, 1, 2, ..."""
         lens = forward_batch.extend_prefix_lens_cpu
         whole = PrefixChunk((0,) * len(lens), tuple(lens))
@@ -143,7 +144,10 @@ class DcpTritonBackend(StripeMixin, TritonAttnBackend):
         """Without a prefix upstream's MHA; with one, absorbed MLA over prefix and fresh tokens."""
         if q_rope is None or k_rope is None:
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
-        count_prefill(forward_batch)
+        if prefill_variant(forward_batch) == "pass_q":
+            return self.forward_pass_q(
+                q, k, layer, forward_batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope
+            )
         if save_kv_cache:
             self.token_to_kv_pool.set_mla_kv_buffer(layer, forward_batch.out_cache_loc, k, k_rope)
         prefix = torch.cat(self._gather_prefix(layer, q.dtype), dim=-1)

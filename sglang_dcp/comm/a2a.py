@@ -30,7 +30,12 @@ class A2ACommunicator(Communicator):
         self._add_buffer("recv", num_bytes, torch.uint8)
 
     def exchange_merge(
-        self, o: torch.Tensor, lse: torch.Tensor, lse_base: LseBase, local_lens: torch.Tensor
+        self,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        lse_base: LseBase,
+        local_lens: torch.Tensor,
+        merged_lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Communicator.exchange_merge`; ranks are summed in order 0..N-1 on every rank."""
         assert o.dtype == self.dtype, (o.dtype, self.dtype)
@@ -43,7 +48,7 @@ class A2ACommunicator(Communicator):
             recv, self.dcp_size, num_tokens, self.local_heads, self.kv_lora_rank, self.dtype
         )
         merged = self._take("merged", num_tokens, self.local_heads, self.kv_lora_rank)
-        return merge_partials(o_all, lse_all, local_lens, lse_base, merged)
+        return merge_partials(o_all, lse_all, local_lens, lse_base, merged, merged_lse)
 
     def _block_bytes(self, num_tokens: int) -> int:
         return wire_block_bytes(num_tokens, self.local_heads, self.kv_lora_rank, self.dtype)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from itertools import product
 from typing import ClassVar
 
 import torch
@@ -124,7 +125,12 @@ class Communicator(ABC):
 
     @abstractmethod
     def exchange_merge(
-        self, o: torch.Tensor, lse: torch.Tensor, lse_base: LseBase, local_lens: torch.Tensor
+        self,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        lse_base: LseBase,
+        local_lens: torch.Tensor,
+        merged_lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Stages 6 and 7: send heads home and merge the stripes there, exactly.
 
@@ -136,6 +142,9 @@ class Communicator(ABC):
             local_lens: [N, B] int32, unclamped local lengths of every rank, the same on all
                 ranks; rows may be strided. Where 0, that rank's o and lse are ignored whatever
                 they hold.
+            merged_lse: [B, Hl] float32, contiguous, the caller's; written if given: LSE of the
+                own heads over the whole context, in base lse_base, -inf where every stripe is
+                empty. Prefill merges further with it; decode leaves it out and pays nothing.
 
         Returns:
             merged [B, Hl, D], contiguous, own heads over the whole context; 0 where every stripe
@@ -152,16 +161,18 @@ class Communicator(ABC):
             torch.cuda.synchronize(self.device)
 
     def run_once(self, num_tokens: int) -> None:
-        """Gather and exchange num_tokens rows of zeros, with LSEs in either base."""
+        """Gather and exchange num_tokens rows of zeros, with LSEs in either base, kept or not."""
         shape = (num_tokens, self.num_heads, self.kv_lora_rank)
         zeros = torch.zeros(self.q_dim, dtype=self.dtype, device=self.device)
         rows = zeros.expand(num_tokens, self.local_heads, self.q_dim)
         lse = torch.zeros(shape[:2], device=self.device)
         local_lens = torch.ones(self.dcp_size, num_tokens, dtype=torch.int32, device=self.device)
-        for lse_base in ("e", "2"):
+        merged_lse = lse.new_empty((num_tokens, self.local_heads))
+        o = zeros[: self.kv_lora_rank].expand(shape)
+        lse_bases: tuple[LseBase, ...] = ("e", "2")
+        for lse_base, kept in product(lse_bases, (None, merged_lse)):
             self.gather_q(rows[..., : self.kv_lora_rank], rows[..., self.kv_lora_rank :])
-            o = zeros[: self.kv_lora_rank].expand(shape)
-            self.exchange_merge(o, lse, lse_base, local_lens)
+            self.exchange_merge(o, lse, lse_base, local_lens, kept)
 
     def set_wait_limit(self, seconds: float) -> None:  # noqa: B027  a backend may have nothing to do
         """How long kernels of this backend wait for a peer; libraries have their own limits."""

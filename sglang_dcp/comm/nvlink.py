@@ -2,7 +2,7 @@
 
 Ranks store into each other's symmetric memory; the protocol is in `kernels.peer_signal`. Buffers
 are sized once for the largest decode batch and never move, so graphs of all batch sizes share them
-with eager calls. Larger eager batches (prefill that moves queries, graphs off) go over `a2a`.
+with eager calls. Larger eager batches (graphs off) go over `a2a`; prefill comes in slices that fit.
 """
 
 from __future__ import annotations
@@ -152,12 +152,17 @@ class NvlinkCommunicator(Communicator):
         return q_bytes.view(self.dtype).view(num_tokens, self.num_heads, self.q_dim)
 
     def exchange_merge(
-        self, o: torch.Tensor, lse: torch.Tensor, lse_base: LseBase, local_lens: torch.Tensor
+        self,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        lse_base: LseBase,
+        local_lens: torch.Tensor,
+        merged_lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Communicator.exchange_merge`; ranks are summed in order 0..N-1 on every rank."""
         num_tokens = o.shape[0]
         if num_tokens > self.max_tokens:
-            return self._large.exchange_merge(o, lse, lse_base, local_lens)
+            return self._large.exchange_merge(o, lse, lse_base, local_lens, merged_lse)
         assert o.dtype == self.dtype, (o.dtype, self.dtype)
         merged = self._take("merged", num_tokens, self.local_heads, self.kv_lora_rank)
         if num_tokens == 0:
@@ -175,6 +180,7 @@ class NvlinkCommunicator(Communicator):
             self._row_capacity,
             self._exchange_state,
             exchange_tiling(num_rows, row_bytes, self.dcp_size, self.max_programs),
+            merged_lse,
         )
 
     def warm_up(self) -> None:

@@ -11,7 +11,9 @@ from typing import Any
 from sglang.srt.environ import envs
 from sglang.srt.platforms import current_platform
 
+from sglang_dcp import envs as dcp_envs
 from sglang_dcp.hooks.workspace import check_workspace
+from sglang_dcp.prefill_policy import MODES, load_rates
 
 #: Architectures whose attention is DeepseekV2AttentionMLA and which a test serves.
 SUPPORTED_ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
@@ -276,6 +278,18 @@ def check_backend(args: Any) -> None:
         )
 
 
+def check_prefill(args: Any) -> None:
+    """Raise ValueError unless --dcp-prefill names a mode; keywords bypass the CLI's choices."""
+    if args.dcp_prefill not in MODES:
+        raise ValueError(
+            f"--dcp-prefill {args.dcp_prefill} was asked for: it must be one of "
+            f"{', '.join(MODES)}. Use --dcp-prefill auto, which picks the faster one per batch."
+        )
+    path = dcp_envs.prefill_calibration()
+    if path is not None:
+        load_rates(path)  # in the launcher, so that a bad file does not fail on every rank
+
+
 def check_options(args: Any) -> None:
     """Raise ValueError for the first of RULES that `args` breaks."""
     for rule in RULES:
@@ -294,6 +308,7 @@ def check_server_args(args: Any) -> None:
         args: a ServerArgs after its own `__post_init__`.
     """
     check_topology(args)
+    check_prefill(args)
     check_options(args)
     check_model(args)
     check_q_proj_dtype(args)

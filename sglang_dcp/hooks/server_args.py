@@ -24,6 +24,7 @@ from sglang_dcp.hooks.guards import (
     check_replicate_q_proj,
     check_server_args,
 )
+from sglang_dcp.prefill_policy import MODES
 
 logger = logging.getLogger(__name__)
 
@@ -102,8 +103,29 @@ DCP_WORKSPACE_MB = ArgField(
     ],
     512,
 )
+DCP_PREFILL = ArgField(
+    "dcp_prefill",
+    Annotated[
+        str,
+        Arg(
+            help="How prefill reads a cached prefix that is striped over the ranks: 'pass-kv' "
+            "gathers the prefix, 'pass-q' sends the queries of the new tokens to every stripe. "
+            "Both are exact. 'auto' takes the one that a cost model of bytes and FLOPs finds "
+            "faster, per batch: pass-q up to a few hundred new tokens on a long prefix.",
+            choices=list(MODES),
+        ),
+    ],
+    "auto",
+)
 DCP_DERIVED = ArgField("dcp_derived", Annotated[Optional[dict], Arg(no_cli=True)], None)  # noqa: UP045
-FIELDS = (DCP_SIZE, DCP_COMM_BACKEND, DCP_REPLICATE_Q_PROJ, DCP_WORKSPACE_MB, DCP_DERIVED)
+FIELDS = (
+    DCP_SIZE,
+    DCP_COMM_BACKEND,
+    DCP_REPLICATE_Q_PROJ,
+    DCP_PREFILL,
+    DCP_WORKSPACE_MB,
+    DCP_DERIVED,
+)
 
 
 def _undo_derived(kwargs: dict[str, Any], derived: dict[str, Any] | None) -> None:

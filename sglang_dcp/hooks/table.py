@@ -12,6 +12,7 @@ from typing import Any
 from sglang_dcp import envs
 from sglang_dcp.hooks.registry import Patch
 from sglang_dcp.hooks.table_cpu import CPU, CPU_KERNELS
+from sglang_dcp.hooks.table_prefill import PREFILL
 from sglang_dcp.hooks.table_replicate_q import REPLICATE_Q
 
 _SRT = "sglang.srt."
@@ -21,7 +22,6 @@ _HOOKS = "sglang_dcp.hooks."
 _ATTENTION = "sglang_dcp.attention."
 _BACKENDS = _SRT + "layers.attention.attention_registry.ATTENTION_BACKENDS"
 _COMMON = _SRT + "models.deepseek_common."
-_MHA = _COMMON + "attention_forward_methods.forward_mha."
 _CPU_GONE = "SGLang serves MLA models on CPU without AMX"
 _NATIVE = "SGLang's own DCP covers this release's MLA backends on Hopper"
 
@@ -42,6 +42,7 @@ ARGUMENTS: tuple[Patch, ...] = (
             "dcp_size",
             "dcp_comm_backend",
             "dcp_replicate_q_proj",
+            "dcp_prefill",
             "dcp_workspace_mb",
             "dcp_derived",
         )
@@ -260,37 +261,7 @@ DCP: tuple[Patch, ...] = (
         remove_when=_NATIVE,
         test="tests/test_pool.py",
     ),
-    Patch(
-        name="prefix-read",
-        target=_MHA + "DeepseekMHAForwardMixin._get_mla_kv_buffer",
-        kind="around",
-        params=("self", "kv_indices", "dst_dtype", "forward_batch"),
-        hook=_HOOKS + "forward_mha:around_get_mla_kv_buffer",
-        why="prefill reads whole prefixes, which lie on all ranks (pass-KV)",
-        remove_when=_NATIVE,
-        test="tests/test_prefix_gather.py",
-    ),
-    Patch(
-        name="prefix-chunks",
-        target=_SRT + "model_executor.forward_batch_deepseek_mha_mixin."
-        "ForwardBatchDeepSeekMHAMixin.prepare_chunked_prefix_cache_info",
-        kind="around",
-        params=("self", "device"),
-        hook=_HOOKS + "forward_mha:around_prepare_chunked_prefix_cache_info",
-        why="upstream's chunks start inside groups of c tokens and shrink with the batch",
-        remove_when=_NATIVE,
-        test="tests/test_prefix_gather.py::test_chunks_of_a_batch",
-    ),
-    Patch(
-        name="no-one-shot",
-        target=_SRT + "models.deepseek_common.attention_backend_handler._support_mha_one_shot",
-        kind="around",
-        params=("attn", "forward_batch", "backend_name"),
-        hook=_HOOKS + "forward_mha:around_support_mha_one_shot",
-        why="the one-shot form would gather fresh tokens, which are on every rank",
-        remove_when=_NATIVE,
-        test="tests/test_prefix_gather.py::test_every_prefix_is_read_in_chunks",
-    ),
+    *PREFILL,
 )
 
 #: Makes the model hand q_nope and q_pe over apart (decode.py gathers them without a copy).

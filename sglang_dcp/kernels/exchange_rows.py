@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sglang_dcp.kernels.lse_merge import add_step, finish, max_step, weight
+from sglang_dcp.kernels.lse_merge import add_step, finish, finish_lse, max_step, weight
 
 
 @triton.jit
@@ -102,6 +102,7 @@ def merge_rows(
     own_lse,
     lens_ptr,
     merged_ptr,
+    merged_lse_ptr,
     arrived_o_ptr,
     arrived_lse_ptr,
     item,
@@ -114,6 +115,7 @@ def merge_rows(
     N: tl.constexpr,
     D: tl.constexpr,
     BASE_2: tl.constexpr,
+    STORE_LSE: tl.constexpr,
     ROW_ALIGN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -148,3 +150,5 @@ def merge_rows(
     merged = finish(acc, total).to(merged_ptr.dtype.element_ty)
     offs = tl.multiple_of(row.to(tl.int64) * D, [ROW_ALIGN])
     tl.store(merged_ptr + offs[:, None] + d, merged, mask=mask)
+    if STORE_LSE:
+        tl.store(merged_lse_ptr + row, finish_lse(m, total, BASE_2), mask=in_rows)

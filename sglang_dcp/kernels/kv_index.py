@@ -219,12 +219,13 @@ def build_block_table(
 
     Entry j of request b is req_to_token[req, j*P*c] // (P*c) for j < ceil(length / (P*c)).
     Entries beyond are left as they are: attention kernels stop at the (local) length. The first
-    page of a rank that owns nothing is valid too, since the global length is at least 1.
+    page of a rank that owns nothing is valid too where the global length is at least 1; the row of
+    a request of length 0 (a prefix that is not there) is left alone.
 
     Args:
         req_to_token: [R, S] int32, virtual slots by position; last dim contiguous.
         req_pool_indices: [B] int32 or int64, row of each request.
-        seq_lens: [B] int32 or int64, GLOBAL lengths in tokens, at least 1.
+        seq_lens: [B] int32 or int64, GLOBAL lengths in tokens.
         block_table: [B, W] int32, written; last dim contiguous, W at least the longest entry.
         page_size: P, rows of a physical page.
         dcp_size: c.

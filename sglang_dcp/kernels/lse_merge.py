@@ -17,6 +17,7 @@ never judged from the LSE, and drops values by a select, never by a product with
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -238,6 +239,22 @@ def merge_partials_ref(
     if merged is None:
         return result.to(out.dtype)
     return merged.copy_(result)
+
+
+def merge_lses(
+    lse: torch.Tensor, local_lens: torch.Tensor, lse_base: LseBase, merged_lse: torch.Tensor
+) -> None:
+    """LSE over the union of N stripes, without their outputs.
+
+    Args:
+        lse: [N, B, H] float32 in base lse_base, any strides; ignored where the stripe is empty.
+        local_lens: [N, B] int32, unclamped local lengths.
+        lse_base: "e" or "2", of both LSEs.
+        merged_lse: [B, H] float32, written; -inf where every stripe is empty.
+    """
+    scale = math.log(2) if lse_base == "2" else 1.0
+    owned = torch.where((local_lens > 0)[..., None], lse * scale, float("-inf"))
+    torch.div(torch.logsumexp(owned, 0), scale, out=merged_lse)
 
 
 def stripe_weights_ref(

@@ -61,6 +61,7 @@ def nvlink_exchange_kernel(
     lse_ptr,
     lens_ptr,
     merged_ptr,
+    merged_lse_ptr,
     o_table_ptr,
     lse_table_ptr,
     flag_table_ptr,
@@ -81,6 +82,7 @@ def nvlink_exchange_kernel(
     PEERS: tl.constexpr,
     D: tl.constexpr,
     BASE_2: tl.constexpr,
+    STORE_LSE: tl.constexpr,
     ALIGN: tl.constexpr,
     ROW_ALIGN: tl.constexpr,
     ROWS: tl.constexpr,
@@ -174,6 +176,7 @@ def nvlink_exchange_kernel(
                 own_lse,
                 lens_ptr,
                 merged_ptr,
+                merged_lse_ptr,
                 arrived_o_ptr,
                 arrived_lse_ptr,
                 lane + i * grid,
@@ -186,6 +189,7 @@ def nvlink_exchange_kernel(
                 N,
                 D,
                 BASE_2,
+                STORE_LSE,
                 ROW_ALIGN,
                 ROWS,
                 BLOCK_D,
@@ -219,6 +223,7 @@ def nvlink_exchange(
     row_capacity: int,
     state: PeerState,
     tiling: Tiling,
+    merged_lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Send heads home and merge them there, in one launch that waits for all peers.
 
@@ -235,6 +240,8 @@ def nvlink_exchange(
         row_capacity: M, rows of the regions, at least B*Hl and at least 4, a multiple of 4.
         state: flags and counters of this kernel.
         tiling: the same on all ranks.
+        merged_lse: [B, Hl] float32, contiguous, written if given: LSE over all stripes in base
+            lse_base, -inf where every stripe is empty.
 
     Returns:
         merged. All ranks must launch with the same B, and B must not be 0.
@@ -251,12 +258,17 @@ def nvlink_exchange(
     assert merged.shape == (num_tokens, local_heads, dim), tuple(merged.shape)
     assert merged.is_contiguous(), merged.stride()
     assert merged.dtype == o.dtype, (merged.dtype, o.dtype)
+    if merged_lse is not None:
+        assert merged_lse.shape == merged.shape[:2], tuple(merged_lse.shape)
+        assert merged_lse.dtype == torch.float32, merged_lse.dtype
+        assert merged_lse.is_contiguous(), merged_lse.stride()
     assert 1 <= tiling.slices <= MAX_SLICES, tiling
     nvlink_exchange_kernel[(tiling.grid,)](
         o,
         lse,
         local_lens,
         merged,
+        merged if merged_lse is None else merged_lse,
         o_table,
         lse_table,
         state.flags,
@@ -275,6 +287,7 @@ def nvlink_exchange(
         PEERS=triton.next_power_of_2(num_ranks - 1),
         D=dim,
         BASE_2=lse_base == "2",
+        STORE_LSE=merged_lse is not None,
         ALIGN=common_alignment(o.element_size(), *o.stride()[:2]),
         ROW_ALIGN=common_alignment(o.element_size(), dim),
         ROWS=tiling.block,

@@ -53,7 +53,7 @@ def mla_crossover_flops_only_tokens(model: ModelShape) -> float:
 
     Independent of the prefix and of the number of heads.
     """
-    return kv_up_flops_per_head(model) / (_pass_q_flops(model) - _pass_kv_flops(model))
+    return kv_up_flops_per_head(model) / (pass_q_flops(model) - pass_kv_flops(model))
 
 
 def mla_crossover_tokens(
@@ -80,16 +80,12 @@ def mla_crossover_tokens(
     sent = (dcp_size - 1) / dcp_size
     # Heads times rows is the same for both: H/tp*c heads on P/c rows, or H/tp heads on P rows
     pairs = num_heads / dcp_size * prefix_tokens
-    pass_q_bytes = num_heads * (
-        (model.latent_dim + model.kv_lora_rank) * ACTIVATION_BYTES + LSE_BYTES
-    )
     per_new_token_s = (
-        _pass_q_flops(model) - _pass_kv_flops(model)
-    ) * pairs / flops_per_s + pass_q_bytes * sent / gpu.link_bytes_per_s
-    prefix_bytes = prefix_tokens * model.latent_dim * ACTIVATION_BYTES
+        pass_q_flops(model) - pass_kv_flops(model)
+    ) * pairs / flops_per_s + num_heads * pass_q_bytes(model) * sent / gpu.link_bytes_per_s
     fixed_s = (
         kv_up_flops_per_head(model) * pairs / flops_per_s
-        + prefix_bytes * sent / gpu.link_bytes_per_s
+        + prefix_tokens * latent_bytes(model) * sent / gpu.link_bytes_per_s
     )
     return fixed_s / per_new_token_s if per_new_token_s > 0 else None
 
@@ -99,11 +95,21 @@ def kv_up_flops_per_head(model: ModelShape) -> int:
     return 2 * model.kv_lora_rank * (model.qk_nope_head_dim + model.v_head_dim)
 
 
-def _pass_q_flops(model: ModelShape) -> int:
+def pass_q_flops(model: ModelShape) -> int:
     """Per (new token, prefix token, head): ``2 * 1088``."""
     return 2 * (model.latent_dim + model.kv_lora_rank)
 
 
-def _pass_kv_flops(model: ModelShape) -> int:
+def pass_kv_flops(model: ModelShape) -> int:
     """Per (new token, prefix token, head): ``2 * 320``."""
     return 2 * (model.qk_nope_head_dim + model.qk_rope_head_dim + model.v_head_dim)
+
+
+def pass_q_bytes(model: ModelShape) -> int:
+    """Moved per (new token, head): the query out, its partial output and LSE back (stages 4, 6)."""
+    return (model.latent_dim + model.kv_lora_rank) * ACTIVATION_BYTES + LSE_BYTES
+
+
+def latent_bytes(model: ModelShape) -> int:
+    """One cached token of one layer: ``576 * 2``; pass-KV moves it, both read it."""
+    return model.latent_dim * ACTIVATION_BYTES

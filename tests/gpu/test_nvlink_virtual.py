@@ -207,24 +207,29 @@ def test_back_to_back_launches(size, num_heads, dtype, lse_base, jitter_us):
         ]
         for _ in comms
     ]
+    shapes = [(n, num_heads // size) for n in sizes]
+    got_lse = [[torch.full(shape, math.nan, device=device) for shape in shapes] for _ in comms]
 
     def launches(comm):
         def launch(i, n):
             o, lse, lens = inputs[n]
             if (i * 7 + comm.rank * 3) % 5 == 0:
                 torch.cuda._sleep(((i + comm.rank) % 4) * 40 * CYCLES_PER_US)
-            merged = comm.exchange_merge(o[comm.rank], lse[comm.rank], lse_base, lens)
+            kept = got_lse[comm.rank][i] if i % 2 else None
+            merged = comm.exchange_merge(o[comm.rank], lse[comm.rank], lse_base, lens, kept)
             got[comm.rank][i].copy_(merged)
             if i % 3:
                 poison(comm, WRAP + 1 + i)
 
         return [lambda i=i, n=n: launch(i, n) for i, n in enumerate(sizes)]
 
-    in_earnest(comms, WRAP, launches, [t for row in got for t in row])
+    in_earnest(comms, WRAP, launches, [t for row in got + got_lse for t in row])
     for rank in range(size):
         for i, n in enumerate(sizes):
-            want = own_merge(rank, *inputs[n], lse_base)
+            want_lse = torch.full(shapes[i], math.nan, device=device)
+            want = own_merge(rank, *inputs[n], lse_base, want_lse)
             assert torch.equal(got[rank][i], want), f"rank {rank}, launch {i}, batch {n}"
+            assert i % 2 == 0 or torch.equal(got_lse[rank][i], want_lse), f"lse of launch {i}"
 
 
 ALONE = """

@@ -1,0 +1,225 @@
+"""Pass-Q or pass-KV for an extend batch: a cost model over lengths that all ranks know.
+
+Both variants are exact, so only time is at stake. Costs are FLOPs and bytes of one layer on one
+rank (`planner.crossover` counts them; arXiv 2411.01783 for the question, MLA's answer differs)
+over rates that are measured per machine. Nothing here knows SGLang or torch.
+
+Legend: c = dcp_size, H = gathered heads (those of c ranks).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from sglang_dcp.planner.crossover import (
+    kv_up_flops_per_head,
+    latent_bytes,
+    pass_kv_flops,
+    pass_q_bytes,
+    pass_q_flops,
+)
+from sglang_dcp.planner.ledgers import ACTIVATION_BYTES
+from sglang_dcp.planner.models import ModelShape
+
+logger = logging.getLogger(__name__)
+
+#: How a prefill batch reads its prefixes; "none": there is nothing to read.
+Variant = Literal["none", "pass_kv", "pass_q"]
+VARIANTS: tuple[Variant, ...] = ("none", "pass_kv", "pass_q")
+#: Values of --dcp-prefill.
+MODES = ("auto", "pass-kv", "pass-q")
+_FORCED: dict[str, Variant] = {"pass-kv": "pass_kv", "pass-q": "pass_q"}
+
+#: Query rows (token, head) that one block of an absorbed attention kernel holds.
+ROW_TILE = 64
+
+
+@dataclass(frozen=True)
+class PrefillRates:
+    """What a machine achieves in long kernels, and what a layer costs besides.
+
+    Attributes:
+        absorbed_flops_per_s: attention 576 wide over a latent cache.
+        mha_flops_per_s: attention on expanded K and V, without a mask.
+        gemm_flops_per_s: kv_b_proj.
+        hbm_bytes_per_s: device memory.
+        link_bytes_per_s: one GPU's traffic in one direction, both directions busy.
+        pass_q_slice_us: launches and waits of one layer of pass-Q, per slice of tokens.
+        pass_kv_layer_us: the same of one layer of pass-KV.
+        source: hardware and method.
+    """
+
+    absorbed_flops_per_s: float = 530e12
+    mha_flops_per_s: float = 550e12
+    gemm_flops_per_s: float = 650e12
+    hbm_bytes_per_s: float = 4.3e12
+    link_bytes_per_s: float = 383e9
+    pass_q_slice_us: float = 90.0
+    pass_kv_layer_us: float = 120.0
+    source: str = (
+        "H200: FlashMLA 96 heads 8 x 131072 411 us, HBM and peer copies measured; MHA and GEMM "
+        "rates and latencies are estimates"
+    )
+
+
+def load_rates(path: str | Path) -> PrefillRates:
+    """Default rates with the values of a JSON object put over them; keys are the fields' names.
+
+    All ranks must read the same values, since they must decide alike.
+
+    Raises:
+        ValueError: no such file, not a JSON object, an unknown key, or a rate that is not above 0.
+    """
+    known = {field.name: field.default for field in dataclasses.fields(PrefillRates)}
+    try:
+        data = json.loads(Path(path).read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise _bad_rates(path, f"cannot be read ({error})", known) from error
+    if not isinstance(data, dict):
+        raise _bad_rates(path, f"holds {type(data).__name__}, not an object", known)
+    for key, value in data.items():
+        if key not in known:
+            raise _bad_rates(path, f"has the unknown key {key}", known)
+        if not _is_like(known[key], value):
+            raise _bad_rates(path, f"says {value!r} for {key}", known)
+    return PrefillRates(**data)
+
+
+def _is_like(default: Any, value: Any) -> bool:
+    if isinstance(default, str):
+        return isinstance(value, str)
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def _bad_rates(path: str | Path, problem: str, known: dict[str, Any]) -> ValueError:
+    return ValueError(
+        f"the prefill calibration {path} {problem}: it must be a JSON object of rates above 0 "
+        f"with keys among {', '.join(known)}. Correct it, or unset the variable that names it."
+    )
+
+
+@dataclass(frozen=True)
+class PrefillCosts:
+    """Time of one layer's attention of an extend batch, by variant.
+
+    Attributes:
+        model: widths of the model.
+        num_heads: H.
+        dcp_size: c.
+        slice_tokens: new tokens that one round of pass-Q moves at most.
+        rates: of the machine.
+    """
+
+    model: ModelShape
+    num_heads: int
+    dcp_size: int
+    slice_tokens: int
+    rates: PrefillRates = PrefillRates()
+
+    def pass_q_us(self, new_lens: Sequence[int], prefix_lens: Sequence[int]) -> float:
+        """Absorbed queries of all heads visit every stripe; the fresh part is absorbed too."""
+        model, rates, heads = self.model, self.rates, self.num_heads
+        moved_tokens = sum(n for n, p in zip(new_lens, prefix_lens, strict=True) if p)
+        rows_by_keys = sum(
+            -(-n * heads // ROW_TILE) * ROW_TILE * p
+            for n, p in zip(new_lens, prefix_lens, strict=True)
+        )
+        stripe_bytes = sum(prefix_lens) * latent_bytes(model) / self.dcp_size
+        attention_s = max(
+            pass_q_flops(model) * rows_by_keys / self.dcp_size / rates.absorbed_flops_per_s,
+            stripe_bytes / rates.hbm_bytes_per_s,
+        )
+        fresh_s = pass_q_flops(model) * self._fresh_pairs(new_lens) / rates.absorbed_flops_per_s
+        link_s = self._link_s(moved_tokens * heads * pass_q_bytes(model))
+        num_slices = -(-moved_tokens // self.slice_tokens)
+        return num_slices * rates.pass_q_slice_us + (attention_s + fresh_s + link_s) * 1e6
+
+    def pass_kv_us(self, new_lens: Sequence[int], prefix_lens: Sequence[int]) -> float:
+        """Latent prefixes go to every rank, which expands and attends to them with its heads."""
+        model, rates, own_heads = self.model, self.rates, self.num_heads / self.dcp_size
+        prefix_tokens = sum(prefix_lens)
+        pairs = own_heads * sum(n * p for n, p in zip(new_lens, prefix_lens, strict=True))
+        expand_s = (
+            kv_up_flops_per_head(model) * own_heads * prefix_tokens / rates.gemm_flops_per_s
+            + own_heads * prefix_tokens * self._expand_bytes() / rates.hbm_bytes_per_s
+        )
+        attention_s = max(
+            pass_kv_flops(model) * pairs / rates.mha_flops_per_s,
+            own_heads * prefix_tokens * self._kv_bytes() / rates.hbm_bytes_per_s,
+        )
+        fresh_s = pass_kv_flops(model) * self._fresh_pairs(new_lens) / rates.mha_flops_per_s
+        link_s = self._link_s(prefix_tokens * latent_bytes(model))
+        return rates.pass_kv_layer_us + (expand_s + attention_s + fresh_s + link_s) * 1e6
+
+    def crossover_tokens(self, prefix_tokens: int, most: int = 1 << 20) -> int:
+        """Fewest new tokens of one request at which pass-Q is not faster; `most` if none is."""
+        low, high = 0, most
+        while high - low > 1:
+            middle = (low + high) // 2
+            lens = [middle], [prefix_tokens]
+            if self.pass_q_us(*lens) < self.pass_kv_us(*lens):
+                low = middle
+            else:
+                high = middle
+        return high
+
+    def _fresh_pairs(self, new_lens: Sequence[int]) -> float:
+        """(query, key, own head) triples of the causal part."""
+        return self.num_heads / self.dcp_size * sum(n * (n + 1) / 2 for n in new_lens)
+
+    def _link_s(self, num_bytes: float) -> float:
+        sent = (self.dcp_size - 1) / self.dcp_size
+        return num_bytes * sent / self.rates.link_bytes_per_s
+
+    def _kv_bytes(self) -> int:
+        """Expanded K and V of one token and head."""
+        model = self.model
+        elements = model.qk_nope_head_dim + model.qk_rope_head_dim + model.v_head_dim
+        return elements * ACTIVATION_BYTES
+
+    def _expand_bytes(self) -> int:
+        """Written by kv_b_proj, and K copied beside its rope part, per token and head."""
+        model = self.model
+        written = model.qk_nope_head_dim + model.v_head_dim
+        copied = 2 * model.qk_nope_head_dim + model.qk_rope_head_dim
+        return (written + copied) * ACTIVATION_BYTES
+
+
+class PrefillPolicy:
+    """Decides per extend batch, from lengths alone: all ranks decide alike.
+
+    Args:
+        mode: one of MODES.
+        costs: for "auto".
+    """
+
+    def __init__(self, mode: str = "pass-kv", costs: PrefillCosts | None = None) -> None:
+        assert mode in MODES, mode
+        assert mode in _FORCED or costs is not None, "auto needs costs"
+        self.mode = mode
+        self.costs = costs
+        self._last: Variant = "none"
+
+    def choose(self, new_lens: Sequence[int], prefix_lens: Sequence[int]) -> Variant:
+        """The variant for requests with so many new tokens on so many cached ones."""
+        if not any(prefix_lens):
+            return "none"
+        if self.costs is None or self.mode in _FORCED:
+            return _FORCED[self.mode]
+        pass_q_us = self.costs.pass_q_us(new_lens, prefix_lens)
+        pass_kv_us = self.costs.pass_kv_us(new_lens, prefix_lens)
+        variant: Variant = "pass_q" if pass_q_us < pass_kv_us else "pass_kv"
+        if variant != self._last:
+            logger.debug(
+                f"DCP: prefill by {variant} from now on: {sum(new_lens)} new tokens on "
+                f"{sum(prefix_lens)} cached, a layer {pass_q_us:.0f} us by pass_q, "
+                f"{pass_kv_us:.0f} us by pass_kv."
+            )
+            self._last = variant
+        return variant
