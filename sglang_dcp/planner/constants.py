@@ -11,7 +11,10 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-_TWO_H200 = "two H200, NVLink NV18, 96 heads x 512, bf16, CUDA-graph replay"
+_TWO_H200 = (
+    "two H200, NVLink NV18, 96 heads x 512, bf16, CUDA-graph replay; "
+    "scripts/results/bench_exchange_c2.json"
+)
 
 
 @dataclass(frozen=True)
@@ -45,27 +48,24 @@ class ExchangeTable:
             )
 
 
-_NCCL_ALL_GATHER_US = (9.5, 18.1, 35.1, 52.7)
 EXCHANGE_TABLES: dict[str, ExchangeTable] = {
     "nvlink": ExchangeTable(
         batches=(1, 16, 64, 128),
-        gather_us=(4.1, 6.6, 14.1, 23.9),
-        exchange_us=(4.8, 8.3, 17.9, 29.8),
-        source=_TWO_H200 + "; one-kernel prototypes",
+        gather_us=(5.1, 8.2, 15.1, 25.4),
+        exchange_us=(5.7, 9.9, 18.3, 30.7),
+        source=_TWO_H200 + "; one kernel each",
     ),
     "a2a": ExchangeTable(
         batches=(1, 16, 64, 128),
-        gather_us=_NCCL_ALL_GATHER_US,
-        exchange_us=(14.2, 26.0, 48.0, 76.9),
-        source=_TWO_H200 + "; NCCL all-gather, and pack + NCCL all-to-all + merge",
+        gather_us=(8.9, 18.2, 35.8, 53.0),
+        exchange_us=(12.5, 20.6, 34.4, 56.7),
+        source=_TWO_H200 + "; pack + NCCL all-gather, and pack + NCCL all-to-all + merge",
     ),
     "ag_rs": ExchangeTable(
         batches=(1, 16, 64, 128),
-        gather_us=_NCCL_ALL_GATHER_US,
-        exchange_us=(23.8, 39.2, 74.6, 120.6),
-        is_estimate=True,
-        source=_TWO_H200 + "; sum of an LSE all-gather, an all-to-all of twice the bytes (float32)"
-        " and the pack and merge kernels of a2a",
+        gather_us=(10.6, 19.7, 35.5, 53.2),
+        exchange_us=(17.8, 38.9, 63.8, 103.1),
+        source=_TWO_H200 + "; NCCL all-gather of the LSE, weighing, NCCL reduce-scatter in float32",
     ),
 }
 
