@@ -19,6 +19,8 @@ from sglang_dcp.comm.base import Communicator, GroupInfo
 from sglang_dcp.comm.registry import register_comm_backend
 from sglang_dcp.comm.symmetric import SymmetricBuffer, rendezvous
 from sglang_dcp.comm.transport import Transport
+from sglang_dcp.kernels.exchange_lines import LINE_BYTES, lines_per_row
+from sglang_dcp.kernels.line_exchange import line_exchange
 from sglang_dcp.kernels.lse_merge import LseBase
 from sglang_dcp.kernels.nvlink_exchange import MAX_SLICES, nvlink_exchange
 from sglang_dcp.kernels.nvlink_gather_q import nvlink_gather_q
@@ -61,6 +63,23 @@ def exchange_tiling(num_rows: int, row_bytes: int, num_ranks: int, max_programs:
     return _even(triton.cdiv(num_rows, block), block, num_warps, max(1, max_programs // (1 + full)))
 
 
+def line_tiling(num_lines: int, num_ranks: int, max_programs: int) -> Tiling:
+    """Division of the line exchange, where more programs cost nothing but their start.
+
+    Args:
+        num_lines: lines that a rank receives from one peer, B * Hl * `lines_per_row`.
+        num_ranks: N; a program holds its lines of all ranks in registers.
+        max_programs: largest grid of programs of _NUM_WARPS.
+    """
+    num_warps = 2 * _NUM_WARPS
+    # 16 bytes a thread
+    block = 32 * num_warps * _VEC_BYTES // LINE_BYTES
+    most_programs = max(1, max_programs // 2)
+    if num_ranks <= 4 and num_lines > 2 * block * most_programs:
+        block *= 2
+    return _even(triton.cdiv(num_lines, block), block, num_warps, most_programs)
+
+
 def gather_tiling(num_chunks: int, max_programs: int) -> Tiling:
     """Division of the gather's 16-byte chunks, from the same sweeps: about four steps a program."""
     num_warps = 2 * _NUM_WARPS
@@ -90,6 +109,8 @@ class NvlinkCommunicator(Communicator):
         transport: names the group, and carries batches above max_tokens.
         allocate: from bytes to this rank's symmetric buffer; by default a rendezvous of the
             transport's process group.
+        lines: exchange with `kernels.line_exchange` instead of `kernels.nvlink_exchange`; the same
+            bits, at 9/8 of the bytes.
         dims: as for `Communicator`.
 
     Raises:
@@ -99,9 +120,16 @@ class NvlinkCommunicator(Communicator):
     priority = 20
 
     def __init__(
-        self, transport: Transport, *, allocate: Allocate | None = None, **dims: Any
+        self,
+        transport: Transport,
+        *,
+        allocate: Allocate | None = None,
+        lines: bool = False,
+        **dims: Any,
     ) -> None:
         super().__init__(transport, **dims)
+        self._lines = lines
+        self._row_lines = lines_per_row(self.kv_lora_rank, self.dtype.itemsize)
         self._row_capacity = max(4, -(-self.max_tokens * self.local_heads // 4) * 4)
         self._offsets, num_bytes = self._regions()
         self._symmetric = (allocate or self._rendezvous)(num_bytes)
@@ -111,7 +139,7 @@ class NvlinkCommunicator(Communicator):
         self._limit_ns = torch.empty(1, dtype=torch.int64, device=self.device)
         self.set_wait_limit(START_UP_WAIT_S)
         self._tables = {name: self._symmetric.table(at) for name, at in self._offsets.items()}
-        self._exchange_state = self._peer_state("exchange_flags")
+        self._exchange_state = self._peer_state("lines" if lines else "exchange_flags")
         self._gather_state = self._peer_state("gather_flags")
         # all its buffers are temporaries
         self._large = A2ACommunicator(transport, **{**dims, "max_tokens": 0})
@@ -167,20 +195,18 @@ class NvlinkCommunicator(Communicator):
         merged = self._take("merged", num_tokens, self.local_heads, self.kv_lora_rank)
         if num_tokens == 0:
             return merged
-        row_bytes = self.kv_lora_rank * self.dtype.itemsize
         num_rows = num_tokens * self.local_heads
+        state, rows = self._exchange_state, self._row_capacity
+        if self._lines:
+            tiling = line_tiling(num_rows * self._row_lines, self.dcp_size, self.max_programs)
+            return line_exchange(
+                o, lse, lse_base, local_lens, merged, rows, state, tiling, merged_lse
+            )
+        row_bytes = self.kv_lora_rank * self.dtype.itemsize
+        tiling = exchange_tiling(num_rows, row_bytes, self.dcp_size, self.max_programs)
+        tables = self._tables["o"], self._tables["lse"]
         return nvlink_exchange(
-            o,
-            lse,
-            lse_base,
-            local_lens,
-            merged,
-            self._tables["o"],
-            self._tables["lse"],
-            self._row_capacity,
-            self._exchange_state,
-            exchange_tiling(num_rows, row_bytes, self.dcp_size, self.max_programs),
-            merged_lse,
+            o, lse, lse_base, local_lens, merged, *tables, rows, state, tiling, merged_lse
         )
 
     def warm_up(self) -> None:
@@ -229,13 +255,16 @@ class NvlinkCommunicator(Communicator):
     def _regions(self) -> tuple[dict[str, int], int]:
         """Offset of each region of the symmetric buffer, and its size, in bytes."""
         item = self.dtype.itemsize
-        slots = 2 * (self.dcp_size - 1) * self._row_capacity
+        rows = 2 * (self.dcp_size - 1) * self._row_capacity
         flag_bytes = MAX_LANES * FLAG_WORDS * 4
-        sizes = {
-            "o": slots * self.kv_lora_rank * item,
-            "lse": slots * 4,
-            "q": self.max_tokens * self.num_heads * self.q_dim * item,
+        separate = {
+            "o": rows * self.kv_lora_rank * item,
+            "lse": rows * 4,
             "exchange_flags": MAX_SLICES * flag_bytes,
+        }
+        sizes = {"lines": rows * self._row_lines * LINE_BYTES} if self._lines else separate
+        sizes |= {
+            "q": self.max_tokens * self.num_heads * self.q_dim * item,
             "gather_flags": flag_bytes,
         }
         offsets, end = {}, 0

@@ -32,6 +32,7 @@ pytestmark = [
 ]
 DIM, ROPE, MAX_TOKENS = 512, 64, 64
 EPOCH = 2**31 - 40
+both_exchanges = pytest.mark.parametrize("lines", [False, True], ids=["flags", "lines"])
 
 
 def connect(rank, size):
@@ -44,7 +45,7 @@ def connect(rank, size):
     return device, transport
 
 
-def make_comm(device, transport, num_heads, dtype, jitter_us=0):
+def make_comm(device, transport, num_heads, dtype, lines, jitter_us=0):
     comm = NvlinkCommunicator(
         transport,
         num_heads=num_heads,
@@ -53,6 +54,7 @@ def make_comm(device, transport, num_heads, dtype, jitter_us=0):
         max_tokens=MAX_TOKENS,
         dtype=dtype,
         device=device,
+        lines=lines,
     )
     comm.warm_up()
     comm.set_wait_limit(20)
@@ -102,9 +104,9 @@ class Layers:
         ]
 
 
-def mixed_steps(rank, size, num_heads, dtype, jitter_us, seed):
+def mixed_steps(rank, size, num_heads, dtype, jitter_us, lines, seed):
     device, transport = connect(rank, size)
-    comm = make_comm(device, transport, num_heads, dtype, jitter_us)
+    comm = make_comm(device, transport, num_heads, dtype, lines, jitter_us)
     torch.manual_seed(seed)  # all ranks know all inputs
     pick = random.Random(seed)  # and take the same steps
     layers = {
@@ -143,7 +145,7 @@ def mixed_steps(rank, size, num_heads, dtype, jitter_us, seed):
     # a second communicator on the same GPUs, after the first one is gone
     graphs.clear()
     comm.destroy()
-    second = make_comm(device, transport, num_heads, dtype)
+    second = make_comm(device, transport, num_heads, dtype, lines)
     again = Layers(second, 5, num_heads, dtype, device)
     again.run()
     wrong += [("second", i) for i in again.wrong()]
@@ -151,30 +153,38 @@ def mixed_steps(rank, size, num_heads, dtype, jitter_us, seed):
     return wrong
 
 
+@both_exchanges
 @pytest.mark.parametrize("jitter_us", [0, 30])
 @pytest.mark.parametrize("size", [n for n in (2, 4, 8) if n <= NUM_GPUS])
 @pytest.mark.parametrize(("num_heads", "dtype"), [(96, torch.bfloat16), (16, torch.float16)])
-def test_graphs_and_eager_calls_mix(size, num_heads, dtype, jitter_us, fresh_seed):
-    results = run_ranks(size, mixed_steps, num_heads, dtype, jitter_us, fresh_seed)
+def test_graphs_and_eager_calls_mix(size, num_heads, dtype, jitter_us, lines, fresh_seed):
+    results = run_ranks(size, mixed_steps, num_heads, dtype, jitter_us, lines, fresh_seed)
     assert results == [[]] * size
 
 
-def one_leaves(rank, size):
+def one_leaves(rank, size, call, lines):
     device, transport = connect(rank, size)
-    comm = make_comm(device, transport, 16, torch.bfloat16)
+    comm = make_comm(device, transport, 16, torch.bfloat16, lines)
+    o, lse, lens = random_partials(size, 3, 16, DIM, torch.bfloat16, device)
     comm.set_wait_limit(1.0)
     torch.cuda.synchronize()
     dist.barrier()
     if rank == 0:
         time.sleep(4)
         return
-    comm.run_once(3)
+    if call == "gather":
+        comm.run_once(3)
+    else:
+        comm.exchange_merge(o[rank], lse[rank], "e", lens)
     try:
         torch.cuda.synchronize()
     except RuntimeError as e:
         raise AssertionError(comm.failure()) from e
 
 
-def test_a_missing_rank_is_named_in_time():
-    with pytest.raises(AssertionError, match="rank 1 waited for rank 0 in the gather kernel"):
-        run_ranks(2, one_leaves, timeout_s=120)
+@pytest.mark.parametrize(
+    ("call", "lines"), [("exchange", False), ("exchange", True), ("gather", False)]
+)
+def test_a_missing_rank_is_named_in_time(call, lines):
+    with pytest.raises(AssertionError, match=f"rank 1 waited for rank 0 in the {call} kernel"):
+        run_ranks(2, one_leaves, call, lines, timeout_s=120)
