@@ -68,6 +68,15 @@ CASES = {
         | {"D": 512, "ALIGN": 8, "BASE_2": False, "STORE_LSE": True}
         | {"PEERS": 8, "ROW_LINES": 9, "CELLS": 64, "BLOCK": 16},
     ),
+    # strides and head dim without alignment, one peer
+    "line_exchange_odd": (
+        "line_exchange.line_exchange_kernel",
+        {"o": "fp16", "lse": "fp32", "lens": "i32", "merged": "fp16", "merged_lse": "fp32"}
+        | {"line_table": "i64", "cnt": "i32", "limit": "i64", "report": "i32"},
+        {k: v for k, v in MEETING.items() if k not in ("WORDS", "REFRESH")}
+        | {"D": 511, "ALIGN": 1, "BASE_2": True, "STORE_LSE": False, "N": 2}
+        | {"PEERS": 1, "ROW_LINES": 9, "CELLS": 64, "BLOCK": 32},
+    ),
     "nvlink_gather_q": (
         "nvlink_gather_q.nvlink_gather_q_kernel",
         {"nope": "bf16", "pe": "bf16", "q_table": "i64"} | PEERS,
@@ -198,22 +207,25 @@ def test_peers_are_signalled_after_the_data(accesses, case, slices):
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="Triton without its CUDA toolchain")
-def test_lines_are_written_and_read_as_units(compiled):
+@pytest.mark.parametrize(
+    ("case", "num_ranks", "pushes", "chunks"),
+    # lines of all peers by 128 threads: 8 * 16 (one peer masked), and 1 * 32
+    [("line_exchange", 8, 8, 1), ("line_exchange_odd", 2, 2, 2)],
+)
+def test_lines_are_written_and_read_as_units(compiled, case, num_ranks, pushes, chunks):
     """Eight neighbouring lanes hold a line, 16 bytes each; no fence and no flag of its own."""
-    layouts, ops = compiled["line_exchange"]["lines"], compiled["line_exchange"]["ptx"]
-    pushes, polls = 1, 8 + 8  # one tile for all peers; of every rank, before and in the loop
-    assert len(layouts) == pushes + polls
+    layouts, ops = compiled[case]["lines"], compiled[case]["ptx"]
+    assert len(layouts) == 1 + 2 * num_ranks  # the push; a poll of every rank, once and in the loop
     for layout in layouts:
         assert "sizePerThread = [1, 8], threadsPerWarp = [4, 8]" in layout, layout
         assert "order = [1, 0]" in layout, layout
-    # 16 lines for each of 8 peers (one masked), by 128 threads, then the merged chunks
-    assert ops.count("st.global.v4.b32") == 8 + 1
-    assert ops.count("ld.volatile.global.v4.b32") == polls
-    assert not any(op.startswith("ld.volatile") and "v4" not in op for op in ops)
-    stores = [i for i, op in enumerate(ops) if op == "st.global.v4.b32"][:8]
+    stores = [i for i, op in enumerate(ops) if op == "st.global.v4.b32"][:pushes]
     reads = [i for i, op in enumerate(ops) if op.startswith("ld.volatile")]
+    assert len(stores) == pushes
+    assert len(reads) == 2 * num_ranks * chunks
+    assert all(ops[i] == "ld.volatile.global.v4.b32" for i in reads)
     assert stores[-1] < reads[0]  # all pushes before the first wait
     assert not any(op.startswith("atom") for op in ops)
-    assert ops.count("trap") == 1
     assert [op for op in ops if op.startswith("fence")] == ["fence.acq_rel.sys"]  # of the trap
+    assert ops.count("trap") == 1
     assert ops[ops.index("trap") - 2 : ops.index("trap")] == ["fence.acq_rel.sys", "bar.sync"]

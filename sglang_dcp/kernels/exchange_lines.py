@@ -65,15 +65,10 @@ def row_columns(part, D: tl.constexpr, ROW_LINES: tl.constexpr, CELLS: tl.conste
 
 @triton.jit
 def load_lines(
-    o_ptr,
-    lse_ptr,
+    source,
     line,
     valid,
     owner,
-    stride_ob,
-    stride_oh,
-    stride_lb,
-    stride_lh,
     HL: tl.constexpr,
     D: tl.constexpr,
     ROW_LINES: tl.constexpr,
@@ -82,8 +77,10 @@ def load_lines(
 ):
     """Lines `line` [T] of the rows of owner's heads, from this rank's o and lse; epoch left open.
 
-    o_ptr points to cells; owner is a scalar or [T].
+    source: pointers to the cells of o and to lse, their strides by token and head.
+    owner: scalar or [T].
     """
+    o_ptr, lse_ptr, stride_ob, stride_oh, stride_lb, stride_lh = source
     row, part = line // ROW_LINES, line % ROW_LINES
     b, h = (row // HL).to(tl.int64), owner * HL + row % HL
     src = tl.multiple_of(b * stride_ob + h.to(tl.int64) * stride_oh, [ALIGN])

@@ -73,7 +73,8 @@ from sglang_dcp.kernels.exchange_lines import (
     push_lines,
     receive_lines,
 )
-from sglang_dcp.kernels.lse_merge import LseBase, check_partials
+from sglang_dcp.kernels.lse_merge import LseBase
+from sglang_dcp.kernels.nvlink_exchange import check_exchange
 from sglang_dcp.kernels.peer_signal import (
     MAX_REGISTERS,
     PeerState,
@@ -136,6 +137,7 @@ def line_exchange_kernel(
     grid = tl.num_programs(0)
     cell_type: tl.constexpr = tl.uint16 if CELLS == 64 else tl.uint32
     cells_ptr = o_ptr.to(tl.pointer_type(cell_type), bitcast=True)
+    source = (cells_ptr, lse_ptr, stride_ob, stride_oh, stride_lb, stride_lh)
     num_lines = num_rows * ROW_LINES
     slot_lines = row_capacity * ROW_LINES
 
@@ -146,22 +148,7 @@ def line_exchange_kernel(
     line = lane * BLOCK + k % BLOCK
     valid = (line < num_lines) & (step < N - 1)
     # all loads of the first step before anything waits for one, the epoch's included
-    lines = load_lines(
-        cells_ptr,
-        lse_ptr,
-        line,
-        valid,
-        owner,
-        stride_ob,
-        stride_oh,
-        stride_lb,
-        stride_lh,
-        HL,
-        D,
-        ROW_LINES,
-        CELLS,
-        ALIGN,
-    )
+    lines = load_lines(source, line, valid, owner, HL, D, ROW_LINES, CELLS, ALIGN)
     peer_ptrs = tl.load(line_table_ptr + owner).to(tl.pointer_type(cell_type))
     peer_ptrs = tl.multiple_of(peer_ptrs, [16])
     arrived_ptr = tl.load(line_table_ptr + rank).to(tl.pointer_type(cell_type))
@@ -177,20 +164,7 @@ def line_exchange_kernel(
         next_line = line + BLOCK * grid
         next_valid = (next_line < num_lines) & (step < N - 1)
         next_lines = load_lines(
-            cells_ptr,
-            lse_ptr,
-            next_line,
-            next_valid,
-            owner,
-            stride_ob,
-            stride_oh,
-            stride_lb,
-            stride_lh,
-            HL,
-            D,
-            ROW_LINES,
-            CELLS,
-            ALIGN,
+            source, next_line, next_valid, owner, HL, D, ROW_LINES, CELLS, ALIGN
         )
         push_lines(lines, epoch, peer_ptrs, slot_at + line, valid)
         line, valid, lines = next_line, next_valid, next_lines
@@ -201,22 +175,7 @@ def line_exchange_kernel(
         # what this rank has itself is loaded behind the wait
         own_line = (lane + i * grid) * BLOCK + tl.arange(0, BLOCK)
         own_valid = own_line < num_lines
-        own = load_lines(
-            cells_ptr,
-            lse_ptr,
-            own_line,
-            own_valid,
-            rank,
-            stride_ob,
-            stride_oh,
-            stride_lb,
-            stride_lh,
-            HL,
-            D,
-            ROW_LINES,
-            CELLS,
-            ALIGN,
-        )
+        own = load_lines(source, own_line, own_valid, rank, HL, D, ROW_LINES, CELLS, ALIGN)
         owned = load_owned(lens_ptr, own_line // ROW_LINES // HL, own_valid, stride_cn, N)
         arrived = receive_lines(
             arrived_ptr,
@@ -277,20 +236,11 @@ def line_exchange(
     num_tokens, num_heads, dim = o.shape
     num_ranks, item = state.num_ranks, o.element_size()
     local_heads = num_heads // num_ranks
-    check_partials(
-        o.expand(num_ranks, -1, -1, -1), lse.expand(num_ranks, -1, -1), local_lens, lse_base
-    )
+    check_exchange(o, lse, lse_base, local_lens, merged, merged_lse, num_ranks)
     check_launch(state, tiling)
     num_rows, row_lines = num_tokens * local_heads, lines_per_row(dim, item)
     assert 0 < num_rows <= row_capacity, (num_rows, row_capacity)
     assert item in (2, 4), o.dtype
-    assert merged.shape == (num_tokens, local_heads, dim), tuple(merged.shape)
-    assert merged.is_contiguous(), merged.stride()
-    assert merged.dtype == o.dtype, (merged.dtype, o.dtype)
-    if merged_lse is not None:
-        assert merged_lse.shape == merged.shape[:2], tuple(merged_lse.shape)
-        assert merged_lse.dtype == torch.float32, merged_lse.dtype
-        assert merged_lse.is_contiguous(), merged_lse.stride()
     assert tiling.slices == 1, tiling
     # each thread has 16 bytes of a line (rule 6), and they are nobody else's
     assert tiling.block * LINE_BYTES >= 16 * 32 * tiling.num_warps, tiling
