@@ -44,9 +44,9 @@ of a line never holds a later epoch: rank A writes half k & 1 of rank B again in
 begins after A's launch k+1 ended (4), which had seen lines of B's launch k+1 (3'), which B pushed
 after its launch k had ended (4). What the slot holds before is from launch k-2 or, as small batches
 use few lines, from any older launch of this parity, or the zeros of the allocation, which stand for
-launch 0. Such a line looks new if exactly 2^32 launches passed it by, 2^31 of them of its parity:
-months of serving in which one batch size never occurs, and then does in that very launch. So
-unused lines need no refresh as the flags of unused lanes do.
+launch 0. Such a line looks new only if the launch that needs it comes exactly 2^32 launches after
+it was written: weeks of serving in which no batch of that size occurs, until then, to the launch.
+So unused lines need no refresh as the flags of unused lanes do, which look raised for 2^31 epochs.
 
 No line is overwritten before it was read: the same argument. B reads half k & 1 in launch k only
 and before that launch ends; A writes there in launch k+2. Nor can an older store overtake: all of
