@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,30 +30,15 @@ import torch
 from sglang_dcp.testing import bench
 from sglang_dcp.testing.compare import cached_tokens, compare_results, logprob_spread
 from sglang_dcp.testing.server import GpuSets, Server, ServerError
-from sglang_dcp.testing.tiny_model import TinyModel, write_tiny_model
+from sglang_dcp.testing.tiny_model import GPU_MODEL, write_tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE_SIZES = {"flashmla": 64}
 BASELINES = ("flashmla", "flashinfer", "triton")
 MAX_GRAPH_BATCH = 32
 NUM_TOP_TOKENS = 20
-MODEL = TinyModel(
-    num_layers=4,
-    num_heads=32,
-    hidden_size=1024,
-    kv_lora_rank=512,
-    q_lora_rank=512,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-    intermediate_size=1024,
-    vocab_size=4096,
-    max_position_embeddings=131072,
-    dtype="bfloat16",
-    q_gain=1.0,  # sharper attention magnifies bf16's noise
-    kv_gain=1.0,
-    o_gain=4.0,
-)
+# sharper attention would magnify bf16's noise
+MODEL = replace(GPU_MODEL, q_gain=1.0, kv_gain=1.0, o_gain=4.0)
 
 
 @dataclass

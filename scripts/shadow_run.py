@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +24,13 @@ from sglang_dcp import envs
 from sglang_dcp.testing import bench
 from sglang_dcp.testing.observe import rank_counters
 from sglang_dcp.testing.server import Server, ServerError
-from sglang_dcp.testing.tiny_model import TinyModel, write_tiny_model
+from sglang_dcp.testing.tiny_model import GPU_MODEL, TinyModel, write_tiny_model
 
 CALLS = ("gather_q", "exchange_merge")
 RUNNING = re.compile(r"Decode batch.*?#running-req: (\d+)")
 POLL_S, ABORT_S = 2.0, 0.5
-#: Latent geometry of the real models, few layers: steps are short and many.
-GPU_MODEL = TinyModel(
-    num_layers=4,
-    num_heads=96,
-    hidden_size=1536,  # transformers wants a multiple of the heads
-    kv_lora_rank=512,
-    q_lora_rank=512,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-    intermediate_size=1024,
-    vocab_size=4096,
-    max_position_embeddings=131072,
-    dtype="bfloat16",
-)
-MODELS = {"cuda": GPU_MODEL, "cpu": TinyModel()}
+#: Heads of K3; transformers wants a hidden size that they divide.
+MODELS = {"cuda": replace(GPU_MODEL, num_heads=96, hidden_size=1536), "cpu": TinyModel()}
 
 
 @dataclass

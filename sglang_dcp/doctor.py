@@ -197,7 +197,7 @@ def _print(found: dict[str, Any]) -> None:
     for patch in found["patches"]:
         mark = "ok  " if patch["ok"] else "FAIL"
         reason = "" if patch["status"] == "ok" else f": {patch['status']}"
-        print(f"  {mark} {patch['occasion']:<9} {_short(patch['target'])}{reason}")
+        print(f"  {mark} {patch['occasion']:<11} {_short(patch['target'])}{reason}")
     print("\ndevices")
     for index, device in enumerate(found["devices"]):
         major, minor = device["capability"]
@@ -217,9 +217,16 @@ def _print(found: dict[str, Any]) -> None:
     _print_verdict(found)
 
 
+#: Where targets begin, so that lines fit a terminal of 80 columns.
+TARGET_COLUMN = 19
+
+
 def _short(target: str) -> str:
     """A target without the package that all of them share."""
-    return target.removeprefix("sglang.srt.")
+    short = target.removeprefix("sglang.srt.")
+    while len(short) > 80 - TARGET_COLUMN and "." in short:
+        short = short.split(".", 1)[1]
+    return short
 
 
 def _print_verdict(found: dict[str, Any]) -> None:

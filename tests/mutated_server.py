@@ -32,7 +32,7 @@ def mutate_merge() -> None:
 
     merge_partials = a2a.merge_partials
 
-    def merge(out, lse, local_lens, lse_base, merged):
+    def merge(out, lse, local_lens, lse_base, merged, merged_lse):
         bug = current()
         if bug == "multiply":
             return _multiply(out, lse, local_lens, merged)
@@ -40,7 +40,7 @@ def mutate_merge() -> None:
             lse = torch.zeros_like(lse)
         if bug == "wrong base":
             lse_base = {"e": "2", "2": "e"}[lse_base]
-        return merge_partials(out, lse, local_lens, lse_base, merged)
+        return merge_partials(out, lse, local_lens, lse_base, merged, merged_lse)
 
     a2a.merge_partials = merge
 

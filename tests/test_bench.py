@@ -18,7 +18,7 @@ from sglang_dcp.planner import GPUS, load_model
 from sglang_dcp.testing import bench
 from sglang_dcp.testing.bench import Shape
 from sglang_dcp.testing.client import Client, ServerError
-from sglang_dcp.testing.server import GpuSets, Server
+from sglang_dcp.testing.server import GpuSets, Server, free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -266,6 +266,14 @@ def test_servers_get_gpus_of_their_own_where_there_are_enough() -> None:
     assert taken(2, 4) == ["0,1", "2,3"]
     assert taken(3, 4) == ["0,1", "2,3", "0,1"]
     assert taken(2, 0) == ["0,1", "0,1"]
+
+
+def test_ports_are_not_those_of_outgoing_connections() -> None:
+    """Any connection of the host may take one of those while a server loads."""
+    lowest = 32768
+    with contextlib.suppress(OSError):
+        lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert max(free_port() for _ in range(200)) < min(lowest, 32768)
 
 
 def test_wrong_arguments_start_nothing() -> None:

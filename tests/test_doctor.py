@@ -36,7 +36,7 @@ def test_changed_target_exits_1(monkeypatch, capsys):
     monkeypatch.setattr(table, "everything", lambda: {"arguments": (changed,)})
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
-    assert "FAIL arguments server_args.ServerArgs.__post_init__: has parameters ('self',)" in out
+    assert "FAIL arguments   server_args.ServerArgs.__post_init__: has parameters ('self',)" in out
     assert "new_parameter" in out
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from sglang_args import make_args
 from simulated_ranks import as_rank
 from support import clean_env
@@ -122,6 +123,7 @@ def test_ready_message_carries_the_layout(plugin, monkeypatch, caplog, rank):
         max_total_num_tokens=512,
         model_config=SimpleNamespace(context_len=4096),
         server_args=SimpleNamespace(device="cpu", attention_backend="torch_mla"),
+        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=torch.nn.Module())),
     )
     with as_rank(1, 4):
         state.get_state().comm.name = "a2a"

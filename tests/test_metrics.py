@@ -273,7 +273,9 @@ def test_published_when_sglang_logs_and_when_work_ends(
 
 @pytest.mark.parametrize(("enable", "dcp_size"), [(True, 2), (True, 1), (False, 2)])
 def test_hooked_only_for_dcp_with_metrics(enable: bool, dcp_size: int) -> None:
-    args = SimpleNamespace(device="cpu", dcp_size=dcp_size, enable_metrics=enable)
+    args = SimpleNamespace(
+        device="cpu", dcp_size=dcp_size, enable_metrics=enable, dcp_replicate_q_proj=False
+    )
     hooked = [patch for patch in table.phase_two(args) if patch in table.METRICS]
     assert hooked == (list(table.METRICS) if enable and dcp_size > 1 else [])
 

@@ -18,6 +18,13 @@ from typing import Any
 
 from sglang_dcp import compat
 
+#: What rows of the tables share: packages, and when a patch can go.
+SRT = "sglang.srt."
+COMMON = SRT + "models.deepseek_common."
+HOOKS = "sglang_dcp.hooks."
+NATIVE = "SGLang's own DCP covers this release's MLA backends on Hopper"
+CPU_GONE = "SGLang serves MLA models on CPU without AMX"
+
 
 class PatchError(RuntimeError):
     """A patch does not fit the installed SGLang or did not take effect; nothing may serve."""

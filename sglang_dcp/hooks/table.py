@@ -10,20 +10,15 @@ import importlib.util
 from typing import Any
 
 from sglang_dcp import envs
-from sglang_dcp.hooks.registry import Patch
+from sglang_dcp.hooks.registry import COMMON, CPU_GONE, HOOKS, NATIVE, SRT, Patch
 from sglang_dcp.hooks.table_cpu import CPU, CPU_KERNELS
 from sglang_dcp.hooks.table_prefill import PREFILL
 from sglang_dcp.hooks.table_replicate_q import REPLICATE_Q
 
-_SRT = "sglang.srt."
-_ARGS = _SRT + "server_args.ServerArgs."
-_SCHEDULER = _SRT + "managers.scheduler."
-_HOOKS = "sglang_dcp.hooks."
+_ARGS = SRT + "server_args.ServerArgs."
+_SCHEDULER = SRT + "managers.scheduler."
 _ATTENTION = "sglang_dcp.attention."
-_BACKENDS = _SRT + "layers.attention.attention_registry.ATTENTION_BACKENDS"
-_COMMON = _SRT + "models.deepseek_common."
-_CPU_GONE = "SGLang serves MLA models on CPU without AMX"
-_NATIVE = "SGLang's own DCP covers this release's MLA backends on Hopper"
+_BACKENDS = SRT + "layers.attention.attention_registry.ATTENTION_BACKENDS"
 
 ARGUMENTS: tuple[Patch, ...] = (
     *(
@@ -32,9 +27,9 @@ ARGUMENTS: tuple[Patch, ...] = (
             target=_ARGS + name,
             kind="field",
             params=None,
-            hook=_HOOKS + "server_args:" + name.upper(),
+            hook=HOOKS + "server_args:" + name.upper(),
             why="a real field travels through CLI, YAML, pickle, asdict, replace and server info",
-            remove_when=_NATIVE,
+            remove_when=NATIVE,
             test="tests/test_server_args.py::test_fields_travel",
             missing_upstream=True,
         )
@@ -52,9 +47,9 @@ ARGUMENTS: tuple[Patch, ...] = (
         target=_ARGS + "__init__",
         kind="around",
         params=None,  # the generated signature lists every field of the release
-        hook=_HOOKS + "server_args:around_init",
+        hook=HOOKS + "server_args:around_init",
         why="the generated __init__ rejects fields that were added after it",
-        remove_when=_NATIVE,
+        remove_when=NATIVE,
         test="tests/test_server_args.py::test_fields_travel",
     ),
     Patch(
@@ -62,9 +57,9 @@ ARGUMENTS: tuple[Patch, ...] = (
         target=_ARGS + "__eq__",
         kind="around",
         params=("self", "other"),
-        hook=_HOOKS + "server_args:around_eq",
+        hook=HOOKS + "server_args:around_eq",
         why="two argument sets that differ only in dcp_size must not compare equal",
-        remove_when=_NATIVE,
+        remove_when=NATIVE,
         test="tests/test_server_args.py::test_eq_and_repr_see_dcp",
     ),
     Patch(
@@ -72,9 +67,9 @@ ARGUMENTS: tuple[Patch, ...] = (
         target=_ARGS + "__repr__",
         kind="after",
         params=("self",),
-        hook=_HOOKS + "server_args:after_repr",
+        hook=HOOKS + "server_args:after_repr",
         why="the launcher logs its arguments by repr",
-        remove_when=_NATIVE,
+        remove_when=NATIVE,
         test="tests/test_server_args.py::test_eq_and_repr_see_dcp",
     ),
     Patch(
@@ -82,9 +77,9 @@ ARGUMENTS: tuple[Patch, ...] = (
         target=_ARGS + "_handle_cpu_backends",
         kind="before",
         params=("self",),
-        hook=_HOOKS + "server_args:before_handle_cpu_backends",
+        hook=HOOKS + "server_args:before_handle_cpu_backends",
         why="on CPU upstream picks a backend that needs AMX and has no MLA",
-        remove_when=_CPU_GONE,
+        remove_when=CPU_GONE,
         test="tests/test_server_args.py::test_cpu_default_backend",
     ),
     Patch(
@@ -92,9 +87,9 @@ ARGUMENTS: tuple[Patch, ...] = (
         target=_ARGS + "_handle_attention_backend_compatibility",
         kind="before",
         params=("self",),
-        hook=_HOOKS + "server_args:before_attention_backend",
+        hook=HOOKS + "server_args:before_attention_backend",
         why="upstream's default on Hopper (fa3) cannot attend to a stripe",
-        remove_when=_NATIVE,
+        remove_when=NATIVE,
         test="tests/test_server_args.py::test_hopper_default_backend",
     ),
     Patch(
@@ -102,9 +97,9 @@ ARGUMENTS: tuple[Patch, ...] = (
         target=_ARGS + "_handle_cuda_graph_config",
         kind="after",
         params=("self",),
-        hook=_HOOKS + "server_args:after_handle_cuda_graph_config",
+        hook=HOOKS + "server_args:after_handle_cuda_graph_config",
         why="under a prefill graph every extend attends absorbed over the paged pool",
-        remove_when=_NATIVE,
+        remove_when=NATIVE,
         test="tests/test_server_args.py::test_prefill_graph_is_off",
     ),
     Patch(
@@ -112,9 +107,9 @@ ARGUMENTS: tuple[Patch, ...] = (
         target=_ARGS + "_handle_page_size",
         kind="after",
         params=("self",),
-        hook=_HOOKS + "server_args:after_handle_page_size",
+        hook=HOOKS + "server_args:after_handle_page_size",
         why="scheduler, allocator and radix tree work on virtual pages of P * c tokens",
-        remove_when=_NATIVE,
+        remove_when=NATIVE,
         test="tests/test_server_args.py::test_page_widening_survives_replace",
     ),
     Patch(
@@ -122,9 +117,9 @@ ARGUMENTS: tuple[Patch, ...] = (
         target=_ARGS + "__post_init__",
         kind="after",
         params=("self",),
-        hook=_HOOKS + "server_args:after_post_init",
+        hook=HOOKS + "server_args:after_post_init",
         why="a combination that no test exercises must not serve",
-        remove_when=_NATIVE,
+        remove_when=NATIVE,
         test="tests/test_guards.py",
     ),
 )
@@ -132,12 +127,12 @@ ARGUMENTS: tuple[Patch, ...] = (
 LAUNCH: tuple[Patch, ...] = (
     Patch(
         name="launch-check",
-        target=_SRT + "entrypoints.engine.Engine._launch_scheduler_processes",
+        target=SRT + "entrypoints.engine.Engine._launch_scheduler_processes",
         kind="around",
         params=("cls", "server_args", "port_args", "run_scheduler_process_func"),
-        hook=_HOOKS + "engine:around_launch_scheduler_processes",
+        hook=HOOKS + "engine:around_launch_scheduler_processes",
         why="a scheduler without the plugin would serve unstriped on widened pages",
-        remove_when=_NATIVE,
+        remove_when=NATIVE,
         test="tests/test_launch_refusals.py::test_scheduler_without_plugin",
     ),
 )
@@ -157,9 +152,9 @@ SCHEDULER: tuple[Patch, ...] = (
             "pp_rank",
             "dp_rank",
         ),
-        hook=_HOOKS + "scheduler:before_configure_scheduler_process",
+        hook=HOOKS + "scheduler:before_configure_scheduler_process",
         why="phase 2 must know the arguments, and an error there must end the process",
-        remove_when=_NATIVE,
+        remove_when=NATIVE,
         test="tests/test_hooks.py::test_plugin_unused_patches_arguments_only",
     ),
 )
@@ -170,9 +165,9 @@ DCP: tuple[Patch, ...] = (
         target=_SCHEDULER + "Scheduler.get_init_info",
         kind="after",
         params=("self",),
-        hook=_HOOKS + "scheduler:after_get_init_info",
+        hook=HOOKS + "scheduler:after_get_init_info",
         why="the launcher must see that this scheduler is striped",
-        remove_when=_NATIVE,
+        remove_when=NATIVE,
         test="tests/test_launch_refusals.py::test_scheduler_without_plugin",
     ),
     Patch(
@@ -180,14 +175,14 @@ DCP: tuple[Patch, ...] = (
         target=_SCHEDULER + "Scheduler.run_event_loop",
         kind="around",
         params=("self",),
-        hook=_HOOKS + "scheduler:around_run_event_loop",
+        hook=HOOKS + "scheduler:around_run_event_loop",
         why="a CUDA error alone does not say which peer a kernel waited for",
-        remove_when=_NATIVE,
+        remove_when=NATIVE,
         test="tests/test_launch_refusals.py::test_failed_wait_is_named",
     ),
     Patch(
         name="groups",
-        target=_SRT + "distributed.parallel_state.initialize_model_parallel",
+        target=SRT + "distributed.parallel_state.initialize_model_parallel",
         kind="after",
         params=(
             "tensor_model_parallel_size",
@@ -201,45 +196,45 @@ DCP: tuple[Patch, ...] = (
             "enable_symm_mem",
             "recovered_rank",
         ),
-        hook=_HOOKS + "parallel_state:after_initialize_model_parallel",
+        hook=HOOKS + "parallel_state:after_initialize_model_parallel",
         why="the DCP groups, inside TP, before memory is profiled",
-        remove_when=_NATIVE,
+        remove_when=NATIVE,
         test="tests/test_serve.py",
     ),
     Patch(
         name="groups-destroy",
-        target=_SRT + "distributed.parallel_state.destroy_model_parallel",
+        target=SRT + "distributed.parallel_state.destroy_model_parallel",
         kind="before",
         params=(),
-        hook=_HOOKS + "parallel_state:before_destroy_model_parallel",
+        hook=HOOKS + "parallel_state:before_destroy_model_parallel",
         why="our communicator must go before the process groups that it uses",
-        remove_when=_NATIVE,
+        remove_when=NATIVE,
         test="tests/test_hooks.py::test_destroy_clears_state",
     ),
     Patch(
         name="capacity",
-        target=_SRT
+        target=SRT
         + "model_executor.pool_configurator.DefaultPoolConfigurator.calculate_pool_sizes",
         kind="around",
         params=("self", "available_bytes", "page_size"),
-        hook=_HOOKS + "pool_configurator:around_calculate_pool_sizes",
+        hook=HOOKS + "pool_configurator:around_calculate_pool_sizes",
         why="without it a striped pool would be filled to 1 / c",
-        remove_when=_NATIVE,
+        remove_when=NATIVE,
         test="tests/test_serve.py::test_capacity_without_max_total_tokens",
     ),
     Patch(
         name="target-pools",
-        target=_SRT + "model_executor.model_runner.ModelRunner._init_pools",
+        target=SRT + "model_executor.model_runner.ModelRunner._init_pools",
         kind="around",
         params=("self",),
-        hook=_HOOKS + "memory_pool:around_init_pools",
+        hook=HOOKS + "memory_pool:around_init_pools",
         why="only the target model's pool is striped",
-        remove_when=_NATIVE,
+        remove_when=NATIVE,
         test="tests/test_serve.py",
     ),
     Patch(
         name="pool",
-        target=_SRT + "mem_cache.memory_pool.MLATokenToKVPool.__init__",
+        target=SRT + "mem_cache.memory_pool.MLATokenToKVPool.__init__",
         kind="around",
         params=(
             "self",
@@ -256,16 +251,16 @@ DCP: tuple[Patch, ...] = (
             "use_dsa",
             "override_kv_cache_dim",
         ),
-        hook=_HOOKS + "memory_pool:around_mla_pool_init",
+        hook=HOOKS + "memory_pool:around_mla_pool_init",
         why="narrow: C rows and pages of P instead of c * C slots and pages of P * c",
-        remove_when=_NATIVE,
+        remove_when=NATIVE,
         test="tests/test_pool.py",
     ),
     *PREFILL,
 )
 
 #: Makes the model hand q_nope and q_pe over apart (decode.py gathers them without a copy).
-_APART = _COMMON + "utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS"
+_APART = COMMON + "utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS"
 
 
 def _backend(name: str) -> tuple[Patch, ...]:
@@ -277,7 +272,7 @@ def _backend(name: str) -> tuple[Patch, ...]:
         params=None,
         hook=f"{_ATTENTION}{name}:create_backend",
         why="narrow: attention over the stripe, with an LSE",
-        remove_when=_NATIVE,
+        remove_when=NATIVE,
         test=f"tests/gpu/test_backends.py::test_{name}",
     )
     apart = Patch(
@@ -287,7 +282,7 @@ def _backend(name: str) -> tuple[Patch, ...]:
         params=None,
         hook="",
         why="stage 4 takes q_nope and q_pe where they lie",
-        remove_when=_NATIVE,
+        remove_when=NATIVE,
         test=f"tests/gpu/test_backends.py::test_{name}",
     )
     return (item, apart)
@@ -299,21 +294,21 @@ OBSERVE: tuple[Patch, ...] = (
         target=_SCHEDULER + "Scheduler.get_internal_state",
         kind="after",
         params=("self", "recv_req"),
-        hook=_HOOKS + "scheduler:after_get_internal_state",
+        hook=HOOKS + "scheduler:after_get_internal_state",
         why="every rank handles /server_info, but only rank 0 answers: flush counters to a folder",
         remove_when="never: it is ours",
         test="tests/test_serve.py",
     ),
 )
 
-_REPORTER = _SRT + "managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter."
+_REPORTER = SRT + "managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter."
 METRICS: tuple[Patch, ...] = (
     Patch(
         name="metrics",
         target=_REPORTER + "log_batch_result_stats",
         kind="after",
         params=("self", "batch", "result"),
-        hook=_HOOKS + "metrics_reporter:after_log_batch_result_stats",
+        hook=HOOKS + "metrics_reporter:after_log_batch_result_stats",
         why="rows, prefill variants and exchange times of every rank for /metrics",
         remove_when="never: it is ours",
         test="tests/test_metrics.py::test_series_of_a_server",
@@ -323,7 +318,7 @@ METRICS: tuple[Patch, ...] = (
         target=_REPORTER + "_maybe_log_idle_metrics",
         kind="after",
         params=("self",),
-        hook=_HOOKS + "metrics_reporter:after_maybe_log_idle_metrics",
+        hook=HOOKS + "metrics_reporter:after_maybe_log_idle_metrics",
         why="series exist from the start and do not stay at the last busy value",
         remove_when="never: it is ours",
         test="tests/test_metrics.py::test_series_of_a_server",

@@ -1,17 +1,14 @@
 """The part of the hook table that applies on --device cpu only, with and without DCP."""
 
-from sglang_dcp.hooks.registry import Patch
+from sglang_dcp.hooks.registry import CPU_GONE, HOOKS, SRT, Patch
 
-_SRT = "sglang.srt."
-_HOOKS = "sglang_dcp.hooks."
 _ATTENTION = "sglang_dcp.attention."
-_BACKENDS = _SRT + "layers.attention.attention_registry.ATTENTION_BACKENDS"
-_MHA = _SRT + "models.deepseek_common.attention_forward_methods.forward_mha."
-_MHA_MIXIN = _SRT + "model_executor.forward_batch_deepseek_mha_mixin."
-_APART = _SRT + "models.deepseek_common.utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS"
-_RUNNER = _SRT + "model_executor.model_runner."
-_DISPATCH = _SRT + "models.deepseek_common.attention_backend_handler."
-_CPU_GONE = "SGLang serves MLA models on CPU without AMX"
+_BACKENDS = SRT + "layers.attention.attention_registry.ATTENTION_BACKENDS"
+_MHA = SRT + "models.deepseek_common.attention_forward_methods.forward_mha."
+_MHA_MIXIN = SRT + "model_executor.forward_batch_deepseek_mha_mixin."
+_APART = SRT + "models.deepseek_common.utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS"
+_RUNNER = SRT + "model_executor.model_runner."
+_DISPATCH = SRT + "models.deepseek_common.attention_backend_handler."
 
 
 def _cpu_kernel(name: str, module: str, why: str) -> Patch:
@@ -20,9 +17,9 @@ def _cpu_kernel(name: str, module: str, why: str) -> Patch:
         target=f"{module}{name}",
         kind="attr",
         params=None,
-        hook=f"{_HOOKS}cpu:{name}",
+        hook=f"{HOOKS}cpu:{name}",
         why=why,
-        remove_when=_CPU_GONE,
+        remove_when=CPU_GONE,
         test=f"tests/test_cpu_kernels.py::test_{name}",
         missing_upstream=name == "merge_state_v2",
     )
@@ -37,7 +34,7 @@ CPU: tuple[Patch, ...] = (
         params=None,
         hook=_ATTENTION + "torch_mla:create_backend",
         why="no upstream backend attends to MLA caches on CPU at tp > 1 and returns an LSE",
-        remove_when=_CPU_GONE,
+        remove_when=CPU_GONE,
         test="tests/test_serve.py",
         missing_upstream=True,
     ),
@@ -48,7 +45,7 @@ CPU: tuple[Patch, ...] = (
         params=None,
         hook="",
         why="torch_mla takes q_nope and q_pe apart, as the GPU backends do",
-        remove_when=_CPU_GONE,
+        remove_when=CPU_GONE,
         test="tests/test_serve.py",
     ),
     Patch(
@@ -58,7 +55,7 @@ CPU: tuple[Patch, ...] = (
         params=None,
         hook="",
         why="upstream turns the chunked prefix path off for backends it does not know",
-        remove_when=_CPU_GONE,
+        remove_when=CPU_GONE,
         test="tests/test_serve.py",
     ),
     Patch(
@@ -66,30 +63,30 @@ CPU: tuple[Patch, ...] = (
         target=_DISPATCH + "AttentionBackendRegistry._handlers[torch_mla]",
         kind="item",
         params=None,
-        hook=_HOOKS + "cpu:handle_attention_torch_mla",
+        hook=HOOKS + "cpu:handle_attention_torch_mla",
         why="unknown names are dispatched as triton, which attends absorbed to every prefix",
-        remove_when=_CPU_GONE,
+        remove_when=CPU_GONE,
         test="tests/test_serve.py",
         missing_upstream=True,
     ),
     Patch(
         name="cpu-support-triton",
-        target=_SRT + "utils.common.support_triton",
+        target=SRT + "utils.common.support_triton",
         kind="around",
         params=("backend",),
-        hook=_HOOKS + "cpu:around_support_triton",
+        hook=HOOKS + "cpu:around_support_triton",
         why=_NO_DRIVER,
-        remove_when=_CPU_GONE,
+        remove_when=CPU_GONE,
         test="tests/test_serve.py",
     ),
     Patch(
         name="cpu-experts",
-        target=_SRT + "layers.moe.fused_moe_native.moe_forward_native",
+        target=SRT + "layers.moe.fused_moe_native.moe_forward_native",
         kind="around",
         params=("layer", "x", "topk_output", "moe_runner_config"),
-        hook=_HOOKS + "cpu:around_moe_forward_native",
+        hook=HOOKS + "cpu:around_moe_forward_native",
         why="with --ep-size, upstream's torch experts index by the id -1 of other ranks' experts",
-        remove_when=_CPU_GONE,
+        remove_when=CPU_GONE,
         test="tests/test_cpu_kernels.py::test_experts_of_other_ranks_add_nothing",
     ),
     Patch(
@@ -97,20 +94,20 @@ CPU: tuple[Patch, ...] = (
         target="torch.tensor",
         kind="attr",
         params=None,
-        hook=_HOOKS + "cpu:tensor_unpinned",
+        hook=HOOKS + "cpu:tensor_unpinned",
         why="DP attention pins memory, which needs a CUDA driver",
-        remove_when=_CPU_GONE,
+        remove_when=CPU_GONE,
         test="tests/test_cpu_kernels.py::test_tensor_unpinned",
     ),
     *(
         Patch(
             name=f"cpu-{name}",
-            target=f"{_SRT}distributed.parallel_state.{name}",
+            target=f"{SRT}distributed.parallel_state.{name}",
             kind="attr",
             params=None,
-            hook=f"{_HOOKS}cpu:{name}",
+            hook=f"{HOOKS}cpu:{name}",
             why="DP attention's collectives are custom operators that exist on CUDA only",
-            remove_when=_CPU_GONE,
+            remove_when=CPU_GONE,
             test="tests/test_serve.py",
         )
         for name in ("reg_all_gather_into_tensor", "reg_reduce_scatter_tensor")
@@ -120,18 +117,18 @@ CPU: tuple[Patch, ...] = (
 
 #: Stand-ins for Triton kernels, left out where Triton interprets the real ones.
 CPU_KERNELS: tuple[Patch, ...] = (
-    _cpu_kernel("alloc_extend_kernel", _SRT + "mem_cache.allocator.paged.", _NO_DRIVER),
-    _cpu_kernel("alloc_decode_kernel", _SRT + "mem_cache.allocator.paged.", _NO_DRIVER),
+    _cpu_kernel("alloc_extend_kernel", SRT + "mem_cache.allocator.paged.", _NO_DRIVER),
+    _cpu_kernel("alloc_decode_kernel", SRT + "mem_cache.allocator.paged.", _NO_DRIVER),
     _cpu_kernel("create_chunked_prefix_cache_kv_indices", _MHA_MIXIN, _NO_DRIVER),
     _cpu_kernel("create_flashinfer_kv_indices_triton", _MHA_MIXIN, _NO_DRIVER),
     Patch(
         name="cpu-memcpy",
-        target=_SRT + "layers.dp_attention.memcpy_triton",
+        target=SRT + "layers.dp_attention.memcpy_triton",
         kind="attr",
         params=None,
-        hook=_HOOKS + "cpu:memcpy_rows",
+        hook=HOOKS + "cpu:memcpy_rows",
         why=_NO_DRIVER,
-        remove_when=_CPU_GONE,
+        remove_when=CPU_GONE,
         test="tests/test_cpu_kernels.py::test_memcpy_rows",
     ),
 )

@@ -1,13 +1,9 @@
 """What sglang-dcp changes in SGLang 0.5.14 for prefill over a striped prefix; part of table.py."""
 
-from sglang_dcp.hooks.registry import Patch
+from sglang_dcp.hooks.registry import COMMON, HOOKS, NATIVE, SRT, Patch
 
-_SRT = "sglang.srt."
-_COMMON = _SRT + "models.deepseek_common."
-_MHA = _COMMON + "attention_forward_methods.forward_mha."
-_MLA = _SRT + "models.deepseek_v2.DeepseekV2AttentionMLA."
-_HOOKS = "sglang_dcp.hooks."
-_NATIVE = "SGLang's own DCP covers this release's MLA backends on Hopper"
+_MHA = COMMON + "attention_forward_methods.forward_mha."
+_MLA = SRT + "models.deepseek_v2.DeepseekV2AttentionMLA."
 
 PREFILL: tuple[Patch, ...] = (
     Patch(
@@ -15,30 +11,30 @@ PREFILL: tuple[Patch, ...] = (
         target=_MHA + "DeepseekMHAForwardMixin._get_mla_kv_buffer",
         kind="around",
         params=("self", "kv_indices", "dst_dtype", "forward_batch"),
-        hook=_HOOKS + "forward_mha:around_get_mla_kv_buffer",
+        hook=HOOKS + "forward_mha:around_get_mla_kv_buffer",
         why="prefill reads whole prefixes, which lie on all ranks (pass-KV)",
-        remove_when=_NATIVE,
+        remove_when=NATIVE,
         test="tests/test_prefix_gather.py",
     ),
     Patch(
         name="prefix-chunks",
-        target=_SRT + "model_executor.forward_batch_deepseek_mha_mixin."
+        target=SRT + "model_executor.forward_batch_deepseek_mha_mixin."
         "ForwardBatchDeepSeekMHAMixin.prepare_chunked_prefix_cache_info",
         kind="around",
         params=("self", "device"),
-        hook=_HOOKS + "forward_mha:around_prepare_chunked_prefix_cache_info",
+        hook=HOOKS + "forward_mha:around_prepare_chunked_prefix_cache_info",
         why="upstream's chunks start inside groups of c tokens and shrink with the batch",
-        remove_when=_NATIVE,
+        remove_when=NATIVE,
         test="tests/test_prefix_gather.py::test_chunks_of_a_batch",
     ),
     Patch(
         name="no-one-shot",
-        target=_SRT + "models.deepseek_common.attention_backend_handler._support_mha_one_shot",
+        target=SRT + "models.deepseek_common.attention_backend_handler._support_mha_one_shot",
         kind="around",
         params=("attn", "forward_batch", "backend_name"),
-        hook=_HOOKS + "forward_mha:around_support_mha_one_shot",
+        hook=HOOKS + "forward_mha:around_support_mha_one_shot",
         why="the one-shot form would gather fresh tokens, which are on every rank",
-        remove_when=_NATIVE,
+        remove_when=NATIVE,
         test="tests/test_prefix_gather.py::test_every_prefix_is_read_in_chunks",
     ),
     Patch(
@@ -46,9 +42,9 @@ PREFILL: tuple[Patch, ...] = (
         target=_MLA + "dispatch_attn_forward_method",
         kind="around",
         params=("self", "forward_batch"),
-        hook=_HOOKS + "deepseek_v2:around_dispatch_attn_forward_method",
+        hook=HOOKS + "deepseek_v2:around_dispatch_attn_forward_method",
         why="pass-Q prefills absorbed, as decode does; upstream would expand K and V",
-        remove_when=_NATIVE,
+        remove_when=NATIVE,
         test="tests/test_serve_prefill.py",
     ),
 )

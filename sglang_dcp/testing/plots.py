@@ -99,12 +99,13 @@ def plot_exchange(record: dict[str, Any], path: Path) -> None:
     grid[0][0].set_ylabel("exchange + merge, us")
     grid[1][0].set_ylabel("Q gather, us")
     handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=len(labels), frameon=False)
+    columns = min(len(labels), 3 * len(head_counts))  # as many as the width has room for
+    figure.legend(handles, labels, loc="lower center", ncols=columns, frameon=False)
     hardware = f"{record['num_gpus']} x {record['hardware']}"
     figure.suptitle(
         f"{hardware}, one layer, bf16; p50, band to p95; {record['date'][:10]}", fontsize=11
     )
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    figure.tight_layout(rect=(0, 0.05 * -(-len(labels) // columns), 1, 1))
     _save(pyplot, figure, path)
 
 

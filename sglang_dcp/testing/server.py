@@ -3,6 +3,7 @@
 import contextlib
 import os
 import queue
+import random
 import signal
 import socket
 import subprocess
@@ -18,12 +19,15 @@ __all__ = ["GpuSets", "Server", "ServerError", "free_port"]
 
 
 def free_port() -> int:
-    """A TCP port of this host that was free a moment ago, with room above for SGLang's others."""
+    """A TCP port of this host that is free, and out of the range of outgoing connections.
+
+    A port from that range can be taken by any connection while the server loads; SGLang's other
+    ports are at most a few thousand above.
+    """
     while True:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = int(s.getsockname()[1])
-        if port < 50000:
+        port = random.SystemRandom().randrange(20000, 28000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
             return port
 
 
@@ -77,6 +81,7 @@ class Server(Client):
         self.log_path = log_path
         self.command = [sys.executable, "-m", module, *args]
         self.command += ["--host", "127.0.0.1", "--port", str(self.port)]
+        self.command += ["--nccl-port", str(free_port())]  # upstream's choice can be taken as well
         # /health would generate a token, and so write KV rows that no one asked for
         quiet = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
         self._env = {

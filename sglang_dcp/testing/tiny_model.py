@@ -40,6 +40,23 @@ class TinyModel:
     seed: int = 0
 
 
+#: Latent widths of the real models and bf16, as GPU kernels want them, with few layers.
+GPU_MODEL = TinyModel(
+    num_layers=4,
+    num_heads=32,
+    hidden_size=1024,
+    kv_lora_rank=512,
+    q_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    intermediate_size=1024,
+    vocab_size=4096,
+    max_position_embeddings=131072,
+    dtype="bfloat16",
+)
+
+
 def config_of(shape: TinyModel) -> dict[str, Any]:
     """The Hugging Face config.json of `shape`."""
     is_v3 = shape.architecture == "DeepseekV3ForCausalLM"
