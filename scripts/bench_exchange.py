@@ -6,8 +6,8 @@ Each figure is CUDA-graph replay time per call: p50 and p95, over the samples, o
 The link limit is a peer copy with all directions busy, measured in the same run. `peer` is the
 sequence that SGLang 0.5.17 issues for its a2a backend: three copies, all-to-all, copy, combine;
 with its own combine kernel if that release is installed, else one re-created from its launch. The
-gather of `peer` is the NCCL all-gather alone, without the concatenation before it. `lines` is
-`nvlink` with its other exchange kernel; the gather is the same.
+gather of `peer` is the NCCL all-gather alone, without the concatenation before it. `nvlink` takes
+the better of its two exchange kernels; `lines` and `flags` are one of them for all batches.
 
 --virtual N runs N ranks on one GPU: a smoke test of the script, its times mean nothing.
 """
@@ -40,7 +40,9 @@ from sglang_dcp.testing.bench import git_hash
 from sglang_dcp.testing.peer_a2a import PEER_SOURCE, PeerA2A
 from sglang_dcp.testing.plots import plot_exchange
 
-BACKENDS = ("nvlink", "lines", "a2a", "ag_rs", "peer")
+BACKENDS = ("nvlink", "a2a", "ag_rs", "peer")
+#: Largest line exchange of nvlink with one exchange kernel.
+ONE_KERNEL = {"lines": 1 << 40, "flags": 0}
 DIM, ROPE, DTYPE = 512, 64, torch.bfloat16
 LINK_BYTES = 256 << 20
 CALLS_PER_GRAPH = 20
@@ -68,17 +70,19 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--backends",
         nargs="+",
-        choices=BACKENDS,
+        choices=(*BACKENDS, *ONE_KERNEL),
         default=list(BACKENDS),
         metavar="NAME",
-        help=f"of {', '.join(BACKENDS)} (default all)",
+        help=f"of {', '.join((*BACKENDS, *ONE_KERNEL))} (default {' '.join(BACKENDS)})",
     )
     parser.add_argument(
         "--samples", type=int, default=50, metavar="N", help="graph replays per figure (default 50)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the result")
-    parser.add_argument("--sweep", action="store_true", help="time tilings of nvlink and lines")
+    parser.add_argument(
+        "--sweep", action="store_true", help="time tilings of flags, lines and the gather"
+    )
     parser.add_argument("--virtual", type=int, metavar="N", help="smoke test: N ranks on one GPU")
     return parser.parse_args()
 
@@ -111,8 +115,9 @@ def make_comm(name: str, heads: int, max_tokens: int, device: torch.device) -> A
     if name == "peer":
         return PeerA2A(heads, DIM, ROPE, max_tokens, DTYPE, device)
     settings = comm_settings(heads, max_tokens, device)
-    if name == "lines":
-        return nvlink.NvlinkCommunicator(TorchTransport(), lines=True, **settings)
+    if name in ONE_KERNEL:
+        settings["max_line_bytes"] = ONE_KERNEL[name]
+        return nvlink.NvlinkCommunicator(TorchTransport(), **settings)
     return COMM_BACKENDS[name](TorchTransport(), **settings)
 
 
@@ -171,7 +176,9 @@ def measure_rows(args: argparse.Namespace, device: torch.device) -> Iterator[dic
         comms = {name: make_comm(name, heads, max(args.batch), device) for name in args.backends}
         for batch in args.batch:
             inputs = make_inputs(batch, heads, size, rank, device)
-            same = {n: exchange(comms[n], inputs) for n in ("nvlink", "lines", "a2a") if n in comms}
+            same = {
+                n: exchange(comms[n], inputs) for n in ("nvlink", *ONE_KERNEL, "a2a") if n in comms
+            }
             for name, merged in same.items():
                 equal = torch.equal(merged, list(same.values())[-1])
                 assert equal, f"B={batch} H={heads}: {name} differs from {list(same)[-1]}"
@@ -268,7 +275,7 @@ def line_tilings(rows: int, max_programs: int) -> Iterator[Tiling]:
 
 # backend, its tiling function, call, candidates for B*Hl rows
 SWEEPS = (
-    ("nvlink", "exchange_tiling", exchange, exchange_tilings),
+    ("flags", "exchange_tiling", exchange, exchange_tilings),
     ("nvlink", "gather_tiling", gather, lambda rows, most: gather_tilings(rows * 72, most)),
     ("lines", "line_tiling", exchange, line_tilings),
 )
@@ -308,7 +315,7 @@ class _NoTransport:
 
 
 def virtual_comms(
-    size: int, heads: int, batch: int, lines: bool, device: torch.device
+    size: int, heads: int, batch: int, name: str, device: torch.device
 ) -> list[nvlink.NvlinkCommunicator]:
     """All ranks of a group, on one GPU."""
     buffers: list[torch.Tensor] = []
@@ -319,7 +326,7 @@ def virtual_comms(
             buffers.extend(torch.zeros(shape, dtype=torch.uint8, device=device).unbind())
         return virtual_rank(buffers, rank, num_sms=4)
 
-    settings = comm_settings(heads, batch, device) | {"lines": lines}
+    settings = comm_settings(heads, batch, device) | {"max_line_bytes": ONE_KERNEL[name]}
     return [
         nvlink.NvlinkCommunicator(
             _NoTransport(r, size), allocate=functools.partial(allocate, r), **settings
@@ -334,8 +341,8 @@ def run_virtual(args: argparse.Namespace) -> None:
     heads, batch = args.heads[0], min(args.batch[-1], 16)
     inputs = [make_inputs(batch, heads, size, r, device) for r in range(size)]
     streams = [torch.cuda.Stream() for _ in range(size)]
-    for name in [n for n in ("nvlink", "lines") if n in args.backends]:
-        comms = virtual_comms(size, heads, batch, name == "lines", device)
+    for name in ONE_KERNEL:
+        comms = virtual_comms(size, heads, batch, name, device)
         torch.cuda.synchronize()
         for call, attempt in itertools.product((gather, exchange), ("first", "again")):
             start = time.perf_counter()

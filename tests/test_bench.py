@@ -171,7 +171,7 @@ def exchange_record() -> dict[str, Any]:
             "gbps": 100.0,
             "gather_p50_us": 4 * factor,
         }
-        for factor, backend in enumerate(("nvlink", "lines", "a2a", "ag_rs", "peer"), 1)
+        for factor, backend in enumerate(("nvlink", "a2a", "ag_rs", "peer"), 1)
         for batch in (1, 16, 64)
         for heads in (96, 128)
     ]

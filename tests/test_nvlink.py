@@ -19,6 +19,7 @@ from virtual_nvlink import (
     half_views,
     line_words,
     make_ranks,
+    max_line_bytes,
     own_merge,
     poison,
     raise_flags,
@@ -61,7 +62,7 @@ interpreted = pytest.mark.skipif(
 
 def dims(num_heads, dtype=torch.float32, dim=DIM, max_tokens=MAX_TOKENS, lines=False):
     return {
-        "lines": lines,
+        "max_line_bytes": max_line_bytes(lines),
         "num_heads": num_heads,
         "kv_lora_rank": dim,
         "qk_rope_head_dim": ROPE,
@@ -90,7 +91,7 @@ def serve_steps(rank, size, folder, num_heads, dtype, lines, seed):
     comm = NvlinkCommunicator(
         TorchTransport(), allocate=shared_memory(folder, rank, size), device="cpu", **settings
     )
-    del settings["lines"]
+    del settings["max_line_bytes"]
     a2a = COMM_BACKENDS["a2a"](TorchTransport(), device="cpu", **settings)
     comm.max_programs = 3
     start_at(comm, WRAP)
@@ -229,7 +230,7 @@ def test_a_line_with_a_stale_flag_is_not_consumed(stale):
         receiver.exchange_merge(o[1], lse[1], "e", lens)
     assert receiver.failure().startswith("DCP rank 1 waited for rank 0 in the exchange kernel")
     # it was this flag alone
-    receiver._exchange_state.counters.fill_(4)
+    receiver._line_state.counters.fill_(4)
     arrived[13] = 5
     merged = receiver.exchange_merge(o[1], lse[1], "e", lens)
     assert torch.equal(merged, own_merge(1, o, lse, lens, "e"))

@@ -49,8 +49,21 @@ def make_ranks(size, device, max_programs, **dims) -> list[NvlinkCommunicator]:
     return comms
 
 
+def uses_lines(comm: NvlinkCommunicator) -> bool:
+    """Whether all of its exchanges are line exchanges; otherwise none may be."""
+    assert comm.line_tokens in (0, comm.max_tokens)
+    return comm.line_tokens > 0
+
+
 def states(comm: NvlinkCommunicator) -> tuple[PeerState, PeerState]:
-    return comm._exchange_state, comm._gather_state
+    """Of the exchange in use, and of the gather."""
+    exchange = comm._line_state if uses_lines(comm) else comm._exchange_state
+    return exchange, comm._gather_state
+
+
+def max_line_bytes(lines: bool) -> int:
+    """For exchanges that are all line exchanges, or none."""
+    return 1 << 40 if lines else 0
 
 
 def flags(comm: NvlinkCommunicator, name: str) -> torch.Tensor:
@@ -62,7 +75,7 @@ def flags(comm: NvlinkCommunicator, name: str) -> torch.Tensor:
 
 def line_words(comm: NvlinkCommunicator, epoch: int) -> torch.Tensor:
     """int32 [N-1 slots, lines, 32]: the half that launch `epoch` of a line exchange reads."""
-    slots, lines = comm.dcp_size - 1, comm._row_capacity * comm._row_lines
+    slots, lines = comm.dcp_size - 1, comm.line_tokens * comm.local_heads * comm._row_lines
     start, size = comm._offsets["lines"], 2 * slots * lines * LINE_BYTES
     region = comm._symmetric.local[start : start + size].view(torch.int32)
     return region.view(2, slots, lines, LINE_BYTES // 4)[epoch & 1]
@@ -77,7 +90,7 @@ def start_at(comm: NvlinkCommunicator, epoch: int, flag_epoch: int | None = None
         state.counters.fill_(wrap(epoch))
     raised = wrap(epoch if flag_epoch is None else flag_epoch)
     flags(comm, "gather").fill_(raised)
-    if not comm._lines:
+    if not uses_lines(comm):
         flags(comm, "exchange").fill_(raised)
     elif flag_epoch is not None:
         line_words(comm, epoch + 1)[..., -1] = wrap(epoch + 1)
@@ -88,7 +101,7 @@ def start_at(comm: NvlinkCommunicator, epoch: int, flag_epoch: int | None = None
 
 def raise_flags(comm: NvlinkCommunicator, name: str, sources: list[int], epoch: int) -> None:
     """As if these ranks had raised their flags in launch `epoch`."""
-    if name == "exchange" and comm._lines:
+    if name == "exchange" and uses_lines(comm):
         slots = [(s - comm.rank - 1) % comm.dcp_size for s in sources]
         line_words(comm, epoch)[slots, :, -1] = wrap(epoch)
     else:
@@ -102,7 +115,7 @@ def wrap(epoch: int) -> int:
 
 def half_views(comm: NvlinkCommunicator, epoch: int) -> list[torch.Tensor]:
     """Bytes of the half that launch `epoch` writes and reads: lines, or o and lse."""
-    if comm._lines:
+    if uses_lines(comm):
         return [line_words(comm, epoch).view(torch.uint8)]
     rows = (comm.dcp_size - 1) * comm._row_capacity
     parts = []

@@ -8,14 +8,8 @@ from sglang_dcp.planner.plot import import_pyplot
 from sglang_dcp.testing.bench import Shape
 
 _COLORS = ("#4c566a", "#9aa5b8", "#2e7ab8", "#2a9d6f", "#d1495b", "#8f5fbf", "#c98a1b")
-_EXCHANGE_COLORS = {
-    "peer": "#9aa5b8",
-    "ag_rs": "#c98a1b",
-    "a2a": "#2e7ab8",
-    "nvlink": "#2a9d6f",
-    "lines": "#d1495b",
-}
-_EXCHANGE_LABELS = {"peer": "SGLang 0.5.17 (peer)", "lines": "nvlink, lines"}
+_EXCHANGE_COLORS = {"peer": "#9aa5b8", "ag_rs": "#c98a1b", "a2a": "#2e7ab8", "nvlink": "#2a9d6f"}
+_EXCHANGE_LABELS = {"peer": "SGLang 0.5.17 (peer)"}
 
 
 def plot_record(record: dict[str, Any], path: Path) -> None:

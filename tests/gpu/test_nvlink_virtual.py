@@ -18,6 +18,7 @@ from support import assert_close, attention_ref, clean_env
 from virtual_nvlink import (
     batches,
     make_ranks,
+    max_line_bytes,
     own_merge,
     poison,
     random_partials,
@@ -152,7 +153,7 @@ def test_layer_equals_unsharded_attention_and_a2a(size, num_heads, dim, dtype, l
         qk_rope_head_dim=ROPE,
         max_tokens=MAX_TOKENS,
         dtype=dtype,
-        lines=lines,
+        max_line_bytes=max_line_bytes(lines),
     )
     scale = (dim + ROPE) ** -0.5
     steps = [
@@ -196,12 +197,12 @@ def test_back_to_back_launches(size, num_heads, dtype, lse_base, jitter_us, line
         qk_rope_head_dim=ROPE,
         max_tokens=MAX_TOKENS,
         dtype=dtype,
-        lines=lines,
+        max_line_bytes=max_line_bytes(lines),
     )
     for comm in comms:
-        comm._exchange_state = dataclasses.replace(
-            comm._exchange_state, jitter_us=jitter_us, refresh_epochs=16
-        )
+        for name in ("_exchange_state", "_line_state"):
+            state = dataclasses.replace(getattr(comm, name), jitter_us=jitter_us, refresh_epochs=16)
+            setattr(comm, name, state)
     sizes = batches(MAX_TOKENS, count)
     inputs = {n: random_partials(size, n, num_heads, dim, dtype, device) for n in set(sizes)}
     got = [
@@ -241,7 +242,7 @@ import torch
 from virtual_nvlink import make_ranks, random_partials
 device = torch.device("cuda")
 comm, _ = make_ranks(2, device, 4, num_heads=4, kv_lora_rank=512, qk_rope_head_dim=64,
-                     max_tokens=4, dtype=torch.bfloat16, lines={lines})
+                     max_tokens=4, dtype=torch.bfloat16, max_line_bytes={lines})
 comm.set_wait_limit(0.5)
 o, lse, lens = random_partials(2, 3, 4, 512, torch.bfloat16, device)
 if "{call}" == "exchange":
@@ -261,8 +262,9 @@ except RuntimeError:
 )
 def test_a_dead_peer_traps_and_is_named(call, lines):
     env = clean_env() | {"PYTHONPATH": ":".join(p for p in sys.path if p)}
+    program = ALONE.replace("{call}", call).replace("{lines}", str(max_line_bytes(lines)))
     done = subprocess.run(
-        [sys.executable, "-c", ALONE.replace("{call}", call).replace("{lines}", str(lines))],
+        [sys.executable, "-c", program],
         env=env,
         capture_output=True,
         text=True,
