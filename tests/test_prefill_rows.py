@@ -1,6 +1,6 @@
 """pass-KV and pass-Q leave the same rows in the pool, on every rank, whatever the batches were.
 
-Upstream's DeepSeek attention on its mixins, our hooks, backend, communicator and pool; three layers,
+Upstream's DeepSeek attention on its mixins, our hooks, backend, communicator and pool; 3 layers,
 so that a row of the second and third one holds what attention returned in the ones before. Ranks
 are threads of this process; requests grow by random chunks, several in a batch.
 """
