@@ -6,8 +6,9 @@ Each figure is CUDA-graph replay time per call: p50 and p95, over the samples, o
 The link limit is a peer copy with all directions busy, measured in the same run. `peer` is the
 sequence that SGLang 0.5.17 issues for its a2a backend: three copies, all-to-all, copy, combine;
 with its own combine kernel if that release is installed, else one re-created from its launch. The
-gather of `peer` is the NCCL all-gather alone, without the concatenation before it. `nvlink` takes
-the better of its two exchange kernels; `lines` and `flags` are one of them for all batches.
+gather of `peer` is the NCCL all-gather alone, without the concatenation before it. `nvlink` has two
+kernels for either and takes one by the size of the batch; `lines` and `flags` take the same ones
+for all batches.
 
 --virtual N runs N ranks on one GPU: a smoke test of the script, its times mean nothing.
 """
@@ -35,14 +36,16 @@ import triton
 from sglang_dcp.comm import COMM_BACKENDS, TorchTransport, nvlink
 from sglang_dcp.comm.symmetric import rendezvous, virtual_rank
 from sglang_dcp.kernels.exchange_lines import LINE_BYTES, lines_per_row
+from sglang_dcp.kernels.line_gather_q import lines_of_rows
 from sglang_dcp.kernels.peer_signal import Tiling, resident_programs
 from sglang_dcp.testing.bench import git_hash
 from sglang_dcp.testing.peer_a2a import PEER_SOURCE, PeerA2A
 from sglang_dcp.testing.plots import plot_exchange
 
 BACKENDS = ("nvlink", "a2a", "ag_rs", "peer")
-#: Largest line exchange of nvlink with one exchange kernel.
+#: Limit of what nvlink moves by lines, for the same kernels whatever the batch.
 ONE_KERNEL = {"lines": 1 << 40, "flags": 0}
+SAME_BITS = ("nvlink", *ONE_KERNEL, "a2a")
 DIM, ROPE, DTYPE = 512, 64, torch.bfloat16
 LINK_BYTES = 256 << 20
 CALLS_PER_GRAPH = 20
@@ -81,7 +84,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the result")
     parser.add_argument(
-        "--sweep", action="store_true", help="time tilings of flags, lines and the gather"
+        "--sweep",
+        action="store_true",
+        help="time tilings of lines and flags, whichever are in --backends",
     )
     parser.add_argument("--virtual", type=int, metavar="N", help="smoke test: N ranks on one GPU")
     return parser.parse_args()
@@ -170,18 +175,24 @@ def received_bytes(batch: int, heads: int, size: int) -> int:
     return batch * heads * (DIM * DTYPE.itemsize + 4) * (size - 1) // size
 
 
+def check_same(comms: dict[str, Any], inputs: dict[str, torch.Tensor]) -> None:
+    """Assert that these communicators gather and merge the same bits."""
+    results = {name: (gather(c, inputs), exchange(c, inputs)) for name, c in comms.items()}
+    for name, got in results.items():
+        for call, tensor, want in zip(
+            ("gather", "exchange"), got, results[list(comms)[-1]], strict=True
+        ):
+            shape = tuple(tensor.shape)
+            assert torch.equal(tensor, want), f"{call} {shape}: {name} and {list(comms)[-1]} differ"
+
+
 def measure_rows(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
     rank, size = dist.get_rank(), dist.get_world_size()
     for heads in args.heads:
         comms = {name: make_comm(name, heads, max(args.batch), device) for name in args.backends}
         for batch in args.batch:
             inputs = make_inputs(batch, heads, size, rank, device)
-            same = {
-                n: exchange(comms[n], inputs) for n in ("nvlink", *ONE_KERNEL, "a2a") if n in comms
-            }
-            for name, merged in same.items():
-                equal = torch.equal(merged, list(same.values())[-1])
-                assert equal, f"B={batch} H={heads}: {name} differs from {list(same)[-1]}"
+            check_same({name: comms[name] for name in SAME_BITS if name in comms}, inputs)
             for name, comm in comms.items():
                 p50, p95 = replay_us(functools.partial(exchange, comm, inputs), args.samples)
                 gather_p50, _ = replay_us(functools.partial(gather, comm, inputs), args.samples)
@@ -263,9 +274,8 @@ def gather_tilings(chunks: int, max_programs: int) -> Iterator[Tiling]:
         yield Tiling(block, warps, triton.cdiv(items, triton.cdiv(items, grid)))
 
 
-def line_tilings(rows: int, max_programs: int) -> Iterator[Tiling]:
+def line_tilings(num_lines: int, max_programs: int) -> Iterator[Tiling]:
     """16 to 64 bytes a thread, few or many programs."""
-    num_lines = rows * lines_per_row(DIM, DTYPE.itemsize)
     for per_thread, warps, cap in itertools.product((1, 2, 4), (2, 4, 8), SWEPT_GRIDS):
         block = per_thread * 32 * warps * 16 // LINE_BYTES
         items = triton.cdiv(num_lines, block)
@@ -273,11 +283,20 @@ def line_tilings(rows: int, max_programs: int) -> Iterator[Tiling]:
         yield Tiling(block, warps, triton.cdiv(items, triton.cdiv(items, grid)))
 
 
+def exchange_lines(rows: int) -> int:
+    return rows * lines_per_row(DIM, DTYPE.itemsize)
+
+
+def gather_lines(rows: int) -> int:
+    return lines_of_rows(rows, (DIM + ROPE) * DTYPE.itemsize)
+
+
 # backend, its tiling function, call, candidates for B*Hl rows
 SWEEPS = (
     ("flags", "exchange_tiling", exchange, exchange_tilings),
-    ("nvlink", "gather_tiling", gather, lambda rows, most: gather_tilings(rows * 72, most)),
-    ("lines", "line_tiling", exchange, line_tilings),
+    ("flags", "gather_tiling", gather, lambda rows, most: gather_tilings(rows * 72, most)),
+    ("lines", "line_tiling", exchange, lambda rows, most: line_tilings(exchange_lines(rows), most)),
+    ("lines", "line_tiling", gather, lambda rows, most: line_tilings(gather_lines(rows), most)),
 )
 
 
@@ -301,7 +320,8 @@ def sweep(args: argparse.Namespace, device: torch.device) -> None:
             setattr(nvlink, which, chosen)
             if rank == 0:
                 best = " ".join(f"\n  {us:.2f} {what}" for us, what in sorted(found)[:5])
-                print(f"H={heads} B={batch} {which}: chosen {found[0][0]:.2f}{best}", flush=True)
+                what = f"{call.__name__} by {backend}"
+                print(f"H={heads} B={batch} {what}: chosen {found[0][0]:.2f}{best}", flush=True)
             comm.destroy()
 
 

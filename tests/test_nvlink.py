@@ -38,23 +38,18 @@ from sglang_dcp.comm import (
     resolve_auto,
     symmetric,
 )
-from sglang_dcp.comm.nvlink import (
-    MAX_LANES,
-    NvlinkCommunicator,
-    exchange_tiling,
-    gather_tiling,
-    line_tiling,
-)
+from sglang_dcp.comm.nvlink import MAX_LANES, NvlinkCommunicator
 from sglang_dcp.comm.symmetric import probe_peers, rendezvous, virtual_rank
 from sglang_dcp.kernels import dispatch
 from sglang_dcp.kernels.peer_signal import MAX_REGISTERS, resident_programs
+from sglang_dcp.kernels.tilings import exchange_tiling, gather_tiling, line_tiling
 from sglang_dcp.testing.peer_a2a import PeerA2A
 
 CPU = torch.device("cpu")
 DIM, ROPE, MAX_TOKENS = 32, 16, 5
 WRAP = 2**31 - 3
 
-both_exchanges = pytest.mark.parametrize("lines", [False, True], ids=["flags", "lines"])
+both_kinds = pytest.mark.parametrize("lines", [False, True], ids=["flags", "lines"])
 interpreted = pytest.mark.skipif(
     not dispatch.INTERPRETED, reason="kernels are compiled in this process"
 )
@@ -107,6 +102,7 @@ def serve_steps(rank, size, folder, num_heads, dtype, lines, seed):
         assert q_all.is_contiguous()
         if not torch.equal(q_all, queries[2]):
             wrong.append((step, "gather"))
+        q_all.fill_(float("nan"))
         time.sleep(0.02 * ((step + 2 * rank) % 3))
         got_lse, want_lse = torch.full((2, num_tokens, num_heads // size), float("nan"))
         kept = got_lse if step % 2 else None
@@ -136,13 +132,50 @@ def serve_steps(rank, size, folder, num_heads, dtype, lines, seed):
 
 
 @interpreted
-@both_exchanges
+@both_kinds
 @pytest.mark.parametrize(
     ("size", "num_heads", "dtype"), [(2, 12, torch.bfloat16), (4, 8, torch.float16)]
 )
 def test_ranks_meet_in_shared_memory(tmp_path, fresh_seed, size, num_heads, dtype, lines):
     args = (str(tmp_path), num_heads, dtype, lines, fresh_seed)
     assert run_ranks(size, serve_steps, *args, interpret=True) == [[]] * size
+
+
+#: Batches of gathers by lines (1 and 2 tokens) and by flags; an exchange only where None is.
+GATHERS = [1, 2, 5, 1, 4, 2, 2, 1, 3, None, 5, None, 4, 1, 1, 3, 2, 5]
+
+
+def gather_steps(rank, size, folder, seed):
+    """Gathers of both kinds, whose results are read late; all that differed."""
+    settings = dims(8, torch.bfloat16) | {"max_line_bytes": 2 * (size - 1) * 8 // size * 96}
+    comm = NvlinkCommunicator(
+        TorchTransport(), allocate=shared_memory(folder, rank, size), device="cpu", **settings
+    )
+    assert (comm.line_gather_tokens, comm.line_tokens, comm.max_tokens) == (2, 3, MAX_TOKENS)
+    comm.max_programs = 3
+    torch.manual_seed(seed)
+    wrong = []
+    for step, num_tokens in enumerate(GATHERS):
+        if num_tokens is None:
+            o, lse, lens = random_partials(size, 5, 8, DIM, torch.bfloat16, CPU)
+            comm.exchange_merge(o[rank], lse[rank], "e", lens)
+            continue
+        nope, pe, want = random_queries(size, num_tokens, 8 // size, DIM, ROPE, torch.bfloat16, CPU)
+        q_all = comm.gather_q(nope[rank], pe[rank])
+        time.sleep(0.03 * ((step + rank) % 3))
+        if not torch.equal(q_all, want):
+            wrong.append(step)
+        if num_tokens <= 2:
+            q_all.fill_(float("nan"))  # nobody else's memory
+    counts = [state.counters[0].item() for state in (comm._line_gather_state, comm._gather_state)]
+    assert counts == [9, 7]
+    return wrong
+
+
+@interpreted
+def test_gathers_by_lines_need_no_exchange(tmp_path, fresh_seed):
+    results = run_ranks(2, gather_steps, str(tmp_path), fresh_seed, interpret=True)
+    assert results == [[], []]
 
 
 def run_in_turn(comms, epoch, step):
@@ -161,7 +194,7 @@ def run_in_turn(comms, epoch, step):
 
 
 @interpreted
-@both_exchanges
+@both_kinds
 @pytest.mark.parametrize(
     ("size", "num_heads", "dim", "dtype"),
     [
@@ -179,29 +212,28 @@ def test_addresses_halves_and_slices(size, num_heads, dim, dtype, lines):
         for comm in comms:
             poison(comm, epoch)
             comm._symmetric.local[comm._offsets["q"] :][:4096].fill_(255)
+            comm._take("q_all", comm._buffers["q_all"]._flat.numel()).fill_(float("nan"))
         o, lse, lens = random_partials(size, num_tokens, num_heads, dim, dtype, CPU)
 
         def exchange(comm, o=o, lse=lse, lens=lens, base=lse_base):
             return comm.exchange_merge(o[comm.rank], lse[comm.rank], base, lens)
 
-        others = [half_views(comm, epoch + 1)[0].clone() for comm in comms]
+        others = [[part.clone() for part in half_views(comm, epoch + 1)] for comm in comms]
         for comm, got in zip(comms, run_in_turn(comms, epoch, exchange), strict=True):
             assert torch.equal(got, own_merge(comm.rank, o, lse, lens, lse_base))
             assert got[0].eq(0).all()  # empty on all ranks
-        for comm, before in zip(comms, others, strict=True):
-            untouched = half_views(comm, epoch + 1)[0]
-            assert torch.equal(untouched, before)
-
         nope, pe, want = random_queries(size, num_tokens, num_heads // size, dim, ROPE, dtype, CPU)
 
         def gather(comm, nope=nope, pe=pe):
             return comm.gather_q(nope[comm.rank], pe[comm.rank])
 
         assert all(torch.equal(q, want) for q in run_in_turn(comms, epoch, gather))
+        for comm, before in zip(comms, others, strict=True):
+            assert all(map(torch.equal, half_views(comm, epoch + 1), before))
 
 
 @interpreted
-@both_exchanges
+@both_kinds
 def test_the_poison_is_seen_without_waiting(lines):
     """The tests above can fail: a merge before the peer's push reads the poisoned half."""
     comms = make_ranks(2, CPU, 3, **dims(4, lines=lines))
@@ -211,35 +243,77 @@ def test_the_poison_is_seen_without_waiting(lines):
     merged = comms[0].exchange_merge(o[0], lse[0], "e", lens)
     assert lens[1, 1] > 0
     assert not torch.equal(merged[1], own_merge(0, o, lse, lens, "e")[1])
+    nope, pe, want = random_queries(2, 3, 2, DIM, ROPE, torch.float32, CPU)
+    q_all = comms[0].gather_q(nope[0], pe[0])
+    assert torch.equal(q_all[:, :2], want[:, :2])
+    assert not torch.equal(q_all[:, 2:], want[:, 2:])
 
 
 @interpreted
+def test_lines_of_queries():
+    """Every byte that a gather sends, against its description."""
+    sender, receiver = make_ranks(2, CPU, 3, **dims(6, torch.float16, lines=True))
+    start_at(sender, -5, flag_epoch=-4)
+    poison(receiver, -4)
+    nope, pe, _ = random_queries(2, 4, 3, DIM, ROPE, torch.float16, CPU)
+    sender.gather_q(nope[0], pe[0])
+    sent = torch.cat([nope[0], pe[0]], -1).reshape(-1).view(torch.int32)
+    assert sent.shape == (4 * 3 * (DIM + ROPE) // 2,)
+    want = torch.full((-(-len(sent) // 28), 32), -4, dtype=torch.int32)
+    want[:, :31] = 0
+    for i, word in enumerate(sent.tolist()):
+        want[i // 28, i % 28] = word
+    got = line_words(receiver, "gather", -4)[0]
+    assert torch.equal(got[: len(want)], want)
+    assert len(want) < len(got)
+    assert got[len(want) :].eq(-1).all()
+
+
+@interpreted
+def test_queries_that_are_not_whole_chunks_go_by_flags():
+    comms = make_ranks(2, CPU, 3, **dims(4, torch.bfloat16, 28, lines=True))
+    assert all((comm.line_tokens, comm.line_gather_tokens) == (MAX_TOKENS, 0) for comm in comms)
+    nope, pe, want = random_queries(2, 3, 2, 28, ROPE, torch.bfloat16, CPU)
+    got = run_in_turn(comms, 3, lambda comm: comm.gather_q(nope[comm.rank], pe[comm.rank]))
+    assert all(torch.equal(q, want) for q in got)
+
+
+@interpreted
+@pytest.mark.parametrize("call", ["exchange", "gather"])
 @pytest.mark.parametrize("stale", [3, 0, 7, -1, 5 - 2**31])
-def test_a_line_with_a_stale_flag_is_not_consumed(stale):
+def test_a_line_with_a_stale_flag_is_not_consumed(stale, call):
     """One line of many has another launch's flag, and the data of this one."""
     sender, receiver = make_ranks(2, CPU, 4, **dims(4, torch.bfloat16, 64, lines=True))
     o, lse, lens = random_partials(2, 5, 4, 64, torch.bfloat16, CPU)
+    nope, pe, q_all = random_queries(2, 5, 2, 64, ROPE, torch.bfloat16, CPU)
+    run, want, num_lines = {
+        "exchange": (
+            lambda comm: comm.exchange_merge(o[comm.rank], lse[comm.rank], "e", lens),
+            own_merge(1, o, lse, lens, "e"),
+            5 * 2 * 2,
+        ),
+        "gather": (lambda comm: comm.gather_q(nope[comm.rank], pe[comm.rank]), q_all, 15),
+    }[call]
     start_at(receiver, 4)
     start_at(sender, 4, flag_epoch=5)  # does not wait
-    sender.exchange_merge(o[0], lse[0], "e", lens)
-    arrived = line_words(receiver, 5)[0, :, -1]
-    assert arrived.eq(5).sum() == 5 * 2 * 2
+    run(sender)
+    arrived = line_words(receiver, call, 5)[0, :, -1]
+    assert arrived.eq(5).sum() == num_lines
     arrived[13] = stale
     receiver.set_wait_limit(0.02)
     with pytest.raises(Exception, match="did not arrive in time"):
-        receiver.exchange_merge(o[1], lse[1], "e", lens)
-    assert receiver.failure().startswith("DCP rank 1 waited for rank 0 in the exchange kernel")
+        run(receiver)
+    assert receiver.failure().startswith(f"DCP rank 1 waited for rank 0 in the {call} kernel")
     # it was this flag alone
-    receiver._line_state.counters.fill_(4)
+    for state in states(receiver):
+        state.counters.fill_(4)
     arrived[13] = 5
-    merged = receiver.exchange_merge(o[1], lse[1], "e", lens)
-    assert torch.equal(merged, own_merge(1, o, lse, lens, "e"))
+    assert torch.equal(run(receiver), want)
 
 
 @interpreted
-@pytest.mark.parametrize(
-    ("call", "lines"), [("exchange", False), ("exchange", True), ("gather", False)]
-)
+@both_kinds
+@pytest.mark.parametrize("call", ["exchange", "gather"])
 def test_a_dead_peer_ends_the_wait(call, lines):
     comm = make_ranks(4, CPU, 2, **dims(4, lines=lines))[2]
     comm.set_wait_limit(0.02)
@@ -483,7 +557,7 @@ def test_the_baseline_of_the_benchmark_merges_too(fresh_seed):
 
 
 @interpreted
-@both_exchanges
+@both_kinds
 def test_life_of_a_communicator(lines):
     comm = make_ranks(2, CPU, 2, **dims(4, lines=lines))[0]
     local = comm._symmetric.local

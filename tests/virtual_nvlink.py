@@ -49,20 +49,25 @@ def make_ranks(size, device, max_programs, **dims) -> list[NvlinkCommunicator]:
     return comms
 
 
-def uses_lines(comm: NvlinkCommunicator) -> bool:
-    """Whether all of its exchanges are line exchanges; otherwise none may be."""
-    assert comm.line_tokens in (0, comm.max_tokens)
-    return comm.line_tokens > 0
+KERNELS = "exchange", "gather"
+
+
+def uses_lines(comm: NvlinkCommunicator, name: str) -> bool:
+    """Whether all of its exchanges, or gathers, go by lines; otherwise none may."""
+    num_tokens = {"exchange": comm.line_tokens, "gather": comm.line_gather_tokens}[name]
+    assert num_tokens in (0, comm.max_tokens)
+    return num_tokens > 0
 
 
 def states(comm: NvlinkCommunicator) -> tuple[PeerState, PeerState]:
-    """Of the exchange in use, and of the gather."""
-    exchange = comm._line_state if uses_lines(comm) else comm._exchange_state
-    return exchange, comm._gather_state
+    """Of the exchange and the gather in use."""
+    exchange = comm._line_state if uses_lines(comm, "exchange") else comm._exchange_state
+    gather = comm._line_gather_state if uses_lines(comm, "gather") else comm._gather_state
+    return exchange, gather
 
 
 def max_line_bytes(lines: bool) -> int:
-    """For exchanges that are all line exchanges, or none."""
+    """For exchanges and gathers that all go by lines, or none."""
     return 1 << 40 if lines else 0
 
 
@@ -73,10 +78,11 @@ def flags(comm: NvlinkCommunicator, name: str) -> torch.Tensor:
     return comm._symmetric.local[start:].view(torch.int32)[:words].view(-1, FLAG_WORDS)
 
 
-def line_words(comm: NvlinkCommunicator, epoch: int) -> torch.Tensor:
-    """int32 [N-1 slots, lines, 32]: the half that launch `epoch` of a line exchange reads."""
-    slots, lines = comm.dcp_size - 1, comm.line_tokens * comm.local_heads * comm._row_lines
-    start, size = comm._offsets["lines"], 2 * slots * lines * LINE_BYTES
+def line_words(comm: NvlinkCommunicator, name: str, epoch: int) -> torch.Tensor:
+    """int32 [N-1 slots, lines, 32]: the half that launch `epoch` of that line kernel reads."""
+    exchange_lines = comm.line_tokens * comm.local_heads * comm._row_lines
+    slots, lines = comm.dcp_size - 1, exchange_lines if name == "exchange" else comm._gather_lines
+    start, size = comm._offsets[f"{name}_lines"], 2 * slots * lines * LINE_BYTES
     region = comm._symmetric.local[start : start + size].view(torch.int32)
     return region.view(2, slots, lines, LINE_BYTES // 4)[epoch & 1]
 
@@ -84,26 +90,26 @@ def line_words(comm: NvlinkCommunicator, epoch: int) -> torch.Tensor:
 def start_at(comm: NvlinkCommunicator, epoch: int, flag_epoch: int | None = None) -> None:
     """As after launch `epoch`; with a later flag_epoch the next launch does not wait.
 
-    Nor does any until flag_epoch, unless it is of a line exchange.
+    Nor does any until flag_epoch, unless it moves lines.
     """
     for state in states(comm):
         state.counters.fill_(wrap(epoch))
     raised = wrap(epoch if flag_epoch is None else flag_epoch)
-    flags(comm, "gather").fill_(raised)
-    if not uses_lines(comm):
-        flags(comm, "exchange").fill_(raised)
-    elif flag_epoch is not None:
-        line_words(comm, epoch + 1)[..., -1] = wrap(epoch + 1)
-    else:
-        for half in (0, 1):
-            line_words(comm, half)[..., -1] = raised
+    for name in KERNELS:
+        if not uses_lines(comm, name):
+            flags(comm, name).fill_(raised)
+        elif flag_epoch is not None:
+            line_words(comm, name, epoch + 1)[..., -1] = wrap(epoch + 1)
+        else:
+            for half in (0, 1):
+                line_words(comm, name, half)[..., -1] = raised
 
 
 def raise_flags(comm: NvlinkCommunicator, name: str, sources: list[int], epoch: int) -> None:
     """As if these ranks had raised their flags in launch `epoch`."""
-    if name == "exchange" and uses_lines(comm):
+    if uses_lines(comm, name):
         slots = [(s - comm.rank - 1) % comm.dcp_size for s in sources]
-        line_words(comm, epoch)[slots, :, -1] = wrap(epoch)
+        line_words(comm, name, epoch)[slots, :, -1] = wrap(epoch)
     else:
         flags(comm, name)[:, sources] = wrap(epoch)
 
@@ -114,11 +120,12 @@ def wrap(epoch: int) -> int:
 
 
 def half_views(comm: NvlinkCommunicator, epoch: int) -> list[torch.Tensor]:
-    """Bytes of the half that launch `epoch` writes and reads: lines, or o and lse."""
-    if uses_lines(comm):
-        return [line_words(comm, epoch).view(torch.uint8)]
+    """Bytes of the halves that launch `epoch` writes and reads: lines of both kernels, o, lse."""
+    names = [name for name in KERNELS if uses_lines(comm, name)]
+    parts = [line_words(comm, name, epoch).view(torch.uint8) for name in names]
+    if "exchange" in names:
+        return parts
     rows = (comm.dcp_size - 1) * comm._row_capacity
-    parts = []
     for name, row_bytes in (("o", comm.kv_lora_rank * comm.dtype.itemsize), ("lse", 4)):
         start, size = comm._offsets[name], rows * row_bytes
         region = comm._symmetric.local[start : start + 2 * size]
@@ -127,9 +134,9 @@ def half_views(comm: NvlinkCommunicator, epoch: int) -> list[torch.Tensor]:
 
 
 def poison(comm: NvlinkCommunicator, epoch: int) -> None:
-    """Fill that half with NaN: a later launch that reads it must have received everything anew.
+    """Fill these halves with NaN: a later launch that reads it must have received everything anew.
 
-    A rank may do so on its stream right after launch `epoch`: peers write that half again in launch
+    A rank may do so on its stream right after launch `epoch`: peers write there again in launch
     epoch + 2 only, which they start after they saw this rank in launch epoch + 1.
     """
     for part in half_views(comm, epoch):

@@ -1,6 +1,8 @@
 """`nvlink`: one kernel gathers the queries, one kernel exchanges and merges. No NCCL, no packing.
 
-Ranks store into each other's symmetric memory; the protocol is in `kernels.peer_signal`. Buffers
+Ranks store into each other's symmetric memory; the protocol is in `kernels.peer_signal`. Either
+kernel has a twin for small batches, whose data carry their own flags (`kernels.line_gather_q`,
+`kernels.line_exchange`): one trip over the link instead of two, with 9/8 of the bytes. Buffers
 are sized once for the largest decode batch and never move, so graphs of all batch sizes share them
 with eager calls. Larger eager batches (graphs off) go over `a2a`; prefill comes in slices that fit.
 """
@@ -12,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import triton
 
 from sglang_dcp.comm.a2a import A2ACommunicator
 from sglang_dcp.comm.base import Communicator, GroupInfo
@@ -21,83 +22,28 @@ from sglang_dcp.comm.symmetric import SymmetricBuffer, rendezvous
 from sglang_dcp.comm.transport import Transport
 from sglang_dcp.kernels.exchange_lines import LINE_BYTES, lines_per_row
 from sglang_dcp.kernels.line_exchange import line_exchange
+from sglang_dcp.kernels.line_gather_q import line_gather_q, lines_of_rows
 from sglang_dcp.kernels.lse_merge import LseBase
 from sglang_dcp.kernels.nvlink_exchange import MAX_SLICES, nvlink_exchange
 from sglang_dcp.kernels.nvlink_gather_q import nvlink_gather_q
-from sglang_dcp.kernels.peer_signal import (
-    FLAG_WORDS,
-    REPORT_WORDS,
-    PeerState,
-    Tiling,
-    resident_programs,
+from sglang_dcp.kernels.peer_signal import FLAG_WORDS, REPORT_WORDS, PeerState, resident_programs
+from sglang_dcp.kernels.tilings import (
+    NUM_WARPS,
+    VEC_BYTES,
+    exchange_tiling,
+    gather_tiling,
+    line_tiling,
 )
 
 MAX_LANES = 512
-#: Received bytes of an exchange up to which lines beat flags (H=96, c=2: up to 32 tokens).
+#: Received bytes of an exchange up to which lines beat flags (H=96, c=2: up to 32 tokens); of a
+#: gather, where they are not timed yet, too.
 MAX_LINE_BYTES = 3 << 19
 # While ranks compile, load and capture they may be minutes apart; in serving they are not.
 START_UP_WAIT_S = 600.0
-_NUM_WARPS = 4
-_VEC_BYTES = 16
 _REGION_ALIGN = 256
 
 Allocate = Callable[[int], SymmetricBuffer]
-
-
-def exchange_tiling(num_rows: int, row_bytes: int, num_ranks: int, max_programs: int) -> Tiling:
-    """Division of the exchange; the thresholds are from sweeps on two H200 (H=96, B=1..256).
-
-    A program costs a fence and a flag, so few programs that are full beat many; while the rows do
-    not fill the GPU, small programs spread them. One slice: a fence for each of several costs more
-    than the overlap that it buys.
-
-    Args:
-        num_rows: B * Hl.
-        row_bytes: bytes of one output row.
-        num_ranks: N; a step loads its rows for all N-1 peers at once, which bounds it by registers.
-        max_programs: largest grid of programs of _NUM_WARPS.
-    """
-    full = num_rows > 256
-    num_warps = 2 * _NUM_WARPS if full else _NUM_WARPS
-    block = max(1, triton.next_power_of_2(32 * num_warps * _VEC_BYTES // row_bytes))
-    if num_rows > 1024 and num_ranks <= 4:
-        block *= 2
-    return _even(triton.cdiv(num_rows, block), block, num_warps, max(1, max_programs // (1 + full)))
-
-
-def line_tiling(num_lines: int, num_ranks: int, max_programs: int) -> Tiling:
-    """Division of the line exchange, where more programs cost nothing but their start.
-
-    Args:
-        num_lines: lines that a rank receives from one peer, B * Hl * `lines_per_row`.
-        num_ranks: N; a program holds its lines of all ranks in registers.
-        max_programs: largest grid of programs of _NUM_WARPS.
-    """
-    num_warps = 2 * _NUM_WARPS
-    # 16 bytes a thread
-    block = 32 * num_warps * _VEC_BYTES // LINE_BYTES
-    most_programs = max(1, max_programs // 2)
-    if num_ranks <= 4 and num_lines > 2 * block * most_programs:
-        block *= 2
-    return _even(triton.cdiv(num_lines, block), block, num_warps, most_programs)
-
-
-def gather_tiling(num_chunks: int, max_programs: int) -> Tiling:
-    """Division of the gather's 16-byte chunks, from the same sweeps: about four steps a program."""
-    num_warps = 2 * _NUM_WARPS
-    block = 32 * num_warps
-    while block < 4 * 32 * num_warps and num_chunks > block * 4 * 108:
-        block *= 2
-    items = triton.cdiv(num_chunks, block)
-    return _even(
-        items, block, num_warps, min(max(1, max_programs // 2), 54 if items <= 216 else 124)
-    )
-
-
-def _even(items: int, block: int, num_warps: int, most_programs: int) -> Tiling:
-    """As many programs as finish `items` in the fewest steps, each with nearly as many."""
-    steps = triton.cdiv(items, most_programs)
-    return Tiling(block, num_warps, triton.cdiv(items, steps))
 
 
 @register_comm_backend("nvlink")
@@ -105,15 +51,15 @@ class NvlinkCommunicator(Communicator):
     """Peer stores within one node; see `Communicator` for the contract.
 
     All calls must be on one stream, and every `gather_q` whose result is read must be followed by
-    an `exchange_merge` on that stream (see `kernels.nvlink_gather_q`).
+    an `exchange_merge` on that stream. (`kernels.line_gather_q` says who needs it: not the gathers
+    by lines, but a caller does not know which these are.)
 
     Args:
         transport: names the group, and carries batches above max_tokens.
         allocate: from bytes to this rank's symmetric buffer; by default a rendezvous of the
             transport's process group.
-        max_line_bytes: largest exchange, in bytes that a rank receives, that `line_exchange` does:
-            one trip over the link instead of two, with 9/8 of the bytes. Larger ones are for
-            `nvlink_exchange`. The bits are the same.
+        max_line_bytes: largest exchange, and largest gather, in bytes that a rank receives, that
+            goes by lines; 0 for none. The bits are the same.
         dims: as for `Communicator`.
 
     Raises:
@@ -131,22 +77,28 @@ class NvlinkCommunicator(Communicator):
         **dims: Any,
     ) -> None:
         super().__init__(transport, **dims)
-        row_bytes = self.kv_lora_rank * self.dtype.itemsize
-        token_bytes = (self.dcp_size - 1) * self.local_heads * row_bytes
-        self.line_tokens = min(self.max_tokens, max_line_bytes // token_bytes)
-        self._row_lines = lines_per_row(self.kv_lora_rank, self.dtype.itemsize)
+        item = self.dtype.itemsize
+        row_bytes, q_bytes = self.kv_lora_rank * item, self.q_dim * item
+        self.line_tokens = self._tokens_in(max_line_bytes, row_bytes)
+        # lines of queries are made of whole chunks of either part
+        in_chunks = row_bytes % VEC_BYTES == q_bytes % VEC_BYTES == 0
+        self.line_gather_tokens = self._tokens_in(max_line_bytes, q_bytes) if in_chunks else 0
+        self._row_lines = lines_per_row(self.kv_lora_rank, item)
+        self._gather_lines = lines_of_rows(self.line_gather_tokens * self.local_heads, q_bytes)
+        self._add_buffer("q_all", self.line_gather_tokens * self.num_heads * self.q_dim, self.dtype)
         self._row_capacity = max(4, -(-self.max_tokens * self.local_heads // 4) * 4)
         self._offsets, num_bytes = self._regions()
         self._symmetric = (allocate or self._rendezvous)(num_bytes)
         assert self._symmetric.rank == self.rank, (self._symmetric.rank, self.rank)
         assert self._symmetric.size == self.dcp_size, (self._symmetric.size, self.dcp_size)
-        self.max_programs = min(MAX_LANES, resident_programs(self._symmetric.num_sms, _NUM_WARPS))
+        self.max_programs = min(MAX_LANES, resident_programs(self._symmetric.num_sms, NUM_WARPS))
         self._limit_ns = torch.empty(1, dtype=torch.int64, device=self.device)
         self.set_wait_limit(START_UP_WAIT_S)
         self._tables = {name: self._symmetric.table(at) for name, at in self._offsets.items()}
         self._exchange_state = self._peer_state("exchange_flags")
-        self._line_state = self._peer_state("lines")
+        self._line_state = self._peer_state("exchange_lines")
         self._gather_state = self._peer_state("gather_flags")
+        self._line_gather_state = self._peer_state("gather_lines")
         # all its buffers are temporaries
         self._large = A2ACommunicator(transport, **{**dims, "max_tokens": 0})
 
@@ -176,10 +128,15 @@ class NvlinkCommunicator(Communicator):
         if num_tokens > self.max_tokens:
             return self._large.gather_q(q_nope, q_pe)
         assert q_nope.dtype == self.dtype, (q_nope.dtype, self.dtype)
+        num_rows, row_bytes = num_tokens * self.local_heads, self.q_dim * self.dtype.itemsize
+        if 0 < num_tokens <= self.line_gather_tokens:
+            num_lines = lines_of_rows(num_rows, row_bytes)
+            tiling = line_tiling(num_lines, self.dcp_size, self.max_programs)
+            q_all = self._take("q_all", num_tokens, self.num_heads, self.q_dim)
+            capacity = self._gather_lines
+            return line_gather_q(q_nope, q_pe, q_all, capacity, self._line_gather_state, tiling)
         if num_tokens:
-            row_bytes = self.q_dim * self.dtype.itemsize
-            num_chunks = num_tokens * self.local_heads * row_bytes // _VEC_BYTES
-            tiling = gather_tiling(num_chunks, self.max_programs)
+            tiling = gather_tiling(num_rows * row_bytes // VEC_BYTES, self.max_programs)
             nvlink_gather_q(q_nope, q_pe, self._tables["q"], self._gather_state, tiling)
         num_elements = num_tokens * self.num_heads * self.q_dim
         q_bytes = self._symmetric.local[self._offsets["q"] :][: num_elements * self.dtype.itemsize]
@@ -220,7 +177,8 @@ class NvlinkCommunicator(Communicator):
         """
         self._symmetric.host_barrier()
         doublings = {1 << i for i in range(self.max_tokens.bit_length())}
-        for num_tokens in sorted(doublings | {max(1, self.line_tokens)}):
+        largest = {self.line_tokens, self.line_gather_tokens}
+        for num_tokens in sorted((doublings | largest) - {0}):
             self.run_once(num_tokens)
         self._large.run_once(1)
         super().warm_up()
@@ -236,7 +194,8 @@ class NvlinkCommunicator(Communicator):
     def failure(self) -> str | None:
         """What the first recorded wait that ran out says, or None; works after the CUDA error."""
         exchanges = ("exchange", self._exchange_state), ("exchange", self._line_state)
-        for name, state in (*exchanges, ("gather", self._gather_state)):
+        gathers = ("gather", self._gather_state), ("gather", self._line_gather_state)
+        for name, state in (*exchanges, *gathers):
             for rank, peer, lane, epoch in state.report.tolist():
                 if rank >= 0:
                     return (
@@ -254,18 +213,24 @@ class NvlinkCommunicator(Communicator):
         super().destroy()
 
     def _add_q_buffers(self) -> None:
-        """None: queries go from where they lie into symmetric memory."""
+        """None here: queries go from where they lie into symmetric memory."""
+
+    def _tokens_in(self, num_bytes: int, row_bytes: int) -> int:
+        """Tokens, up to max_tokens, whose rows a rank receives in num_bytes."""
+        token_bytes = (self.dcp_size - 1) * self.local_heads * row_bytes
+        return min(self.max_tokens, num_bytes // token_bytes)
 
     def _regions(self) -> tuple[dict[str, int], int]:
         """Offset of each region of the symmetric buffer, and its size, in bytes."""
         item = self.dtype.itemsize
         slots = 2 * (self.dcp_size - 1)
-        rows, line_rows = slots * self._row_capacity, slots * self.line_tokens * self.local_heads
-        flag_bytes = MAX_LANES * FLAG_WORDS * 4
+        rows, flag_bytes = slots * self._row_capacity, MAX_LANES * FLAG_WORDS * 4
+        exchange_lines = self.line_tokens * self.local_heads * self._row_lines
         sizes = {
             "o": rows * self.kv_lora_rank * item,
             "lse": rows * 4,
-            "lines": line_rows * self._row_lines * LINE_BYTES,
+            "exchange_lines": slots * exchange_lines * LINE_BYTES,
+            "gather_lines": slots * self._gather_lines * LINE_BYTES,
             "q": self.max_tokens * self.num_heads * self.q_dim * item,
             "exchange_flags": MAX_SLICES * flag_bytes,
             "gather_flags": flag_bytes,

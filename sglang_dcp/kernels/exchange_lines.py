@@ -1,5 +1,7 @@
 """What the line exchange does to a few lines: pick them from rows, push, receive, merge them.
 
+`line_gather_q` pushes and receives its lines with the same functions.
+
 Legend and layout of a line: `line_exchange`. Device code only. Tiles are [T, CELLS]: T lines of
 CELLS cells, unsigned integers as wide as the elements. LSEs are in either base.
 """

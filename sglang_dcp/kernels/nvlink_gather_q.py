@@ -12,8 +12,9 @@ protocol is in `peer_signal`; a datum's address depends on (token, head) only.
 There is one gathered buffer and no half of it, because graphs hold its address. This is safe since
 every gather is followed, on the same stream, by attention and then by an exchange that waits for
 all peers: rank A's gather k+1 begins after its exchange k ended, which had seen rank B's exchange
-k, which B began after its attention k had read the buffer. Two gathers without an exchange between
-them may only be issued if nobody reads the first one's result.
+k, which B began after its attention k had read the buffer. Two of these gathers without an exchange
+between them may only be issued if nobody reads the first one's result. A gather by lines between
+them does as well (`line_gather_q`, whose own buffer peers do not write).
 """
 
 from __future__ import annotations
@@ -106,6 +107,18 @@ def nvlink_gather_q_kernel(
     wait_for_peers(own_flags, rank, epoch, limit_ptr, report_ptr, lane, N, INTERPRETED)
 
 
+def check_gather(
+    q_nope: torch.Tensor, q_pe: torch.Tensor, state: PeerState, tiling: Tiling
+) -> None:
+    """Invariants of a gather's launch (host metadata only)."""
+    assert q_pe.shape[:2] == q_nope.shape[:2], f"{q_pe.shape} does not fit {q_nope.shape}"
+    assert q_nope.stride(2) == q_pe.stride(2) == 1, (q_nope.stride(), q_pe.stride())
+    assert q_nope.dtype == q_pe.dtype, (q_nope.dtype, q_pe.dtype)
+    assert q_nope.shape[0] > 0, "an empty launch would not count as one"
+    assert tiling.slices == 1, tiling
+    check_launch(state, tiling)
+
+
 def nvlink_gather_q(
     q_nope: torch.Tensor,
     q_pe: torch.Tensor,
@@ -126,14 +139,9 @@ def nvlink_gather_q(
 
     All ranks must launch with the same B, and B must not be 0.
     """
+    check_gather(q_nope, q_pe, state, tiling)
     num_tokens, local_heads, nope_dim = q_nope.shape
     pe_dim = q_pe.shape[2]
-    assert q_pe.shape[:2] == q_nope.shape[:2], f"{q_pe.shape} does not fit {q_nope.shape}"
-    assert q_nope.stride(2) == q_pe.stride(2) == 1, (q_nope.stride(), q_pe.stride())
-    assert q_nope.dtype == q_pe.dtype, (q_nope.dtype, q_pe.dtype)
-    assert num_tokens > 0, "an empty launch would not count as one"
-    assert tiling.slices == 1, tiling
-    check_launch(state, tiling)
     strides = (*q_nope.stride()[:2], *q_pe.stride()[:2])
     nvlink_gather_q_kernel[(tiling.grid,)](
         q_nope,

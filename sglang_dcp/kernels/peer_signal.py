@@ -86,8 +86,8 @@ class PeerState:
         rank: own rank r.
         num_ranks: N, a power of two of at most FLAG_WORDS.
         flags: int64 [N], address of each rank's flags of this kernel, seen from this rank:
-            int32 [slices][num_lanes][FLAG_WORDS], column s raised by source s. For
-            `line_exchange`, whose data carry their flags, the region of its lines.
+            int32 [slices][num_lanes][FLAG_WORDS], column s raised by source s. For kernels
+            whose data carry their flags, the region of their lines.
         counters: int32 [num_lanes], the epoch of this kernel's last launch in every element.
         limit_ns: int64 [1], how long a wait may last, read by the waiting kernel.
         report: int32 [num_lanes, REPORT_WORDS] in host memory that the GPU can write.
@@ -116,8 +116,8 @@ class Tiling:
     """How a kernel divides its rows; equal on all ranks for equal batches (rule 1).
 
     Attributes:
-        block: rows (exchange), lines (line_exchange) or 16-byte chunks (gather) of one step of a
-            program, a power of two.
+        block: rows (exchange), 16-byte chunks (gather) or lines (either, by lines) of one step of
+            a program, a power of two.
         num_warps: warps of a program.
         grid: programs, at most `resident_programs` and the lanes of the PeerState.
         slices: parts after each of which flags are raised.

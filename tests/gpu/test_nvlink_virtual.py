@@ -36,7 +36,7 @@ pytestmark = [
 ROPE, MAX_TOKENS, PROGRAMS = 64, 16, 8
 LENS = [1, 7, 64, 3, 2, 33, 8, 9, 1, 40, 5, 64, 6, 1, 2, 12]  # short ones leave ranks empty
 WRAP = 2**31 - 3
-both_exchanges = pytest.mark.parametrize("lines", [False, True], ids=["flags", "lines"])
+both_kinds = pytest.mark.parametrize("lines", [False, True], ids=["flags", "lines"])
 GRID = [(2, h) for h in (12, 16, 96, 128)] + [(4, h) for h in (12, 16, 96, 128)]
 GRID += [(8, h) for h in (16, 96, 128)]
 CYCLES_PER_US = 1500
@@ -139,7 +139,7 @@ def layer(step, comm, dim, scale):
     return run
 
 
-@both_exchanges
+@both_kinds
 @pytest.mark.parametrize(("dim", "dtype"), [(512, torch.bfloat16), (256, torch.float16)])
 @pytest.mark.parametrize(("size", "num_heads"), GRID)
 def test_layer_equals_unsharded_attention_and_a2a(size, num_heads, dim, dtype, lines):
@@ -178,7 +178,7 @@ def test_layer_equals_unsharded_attention_and_a2a(size, num_heads, dim, dtype, l
         assert_close(torch.cat(step.merged, 1), unsharded)
 
 
-@both_exchanges
+@both_kinds
 @pytest.mark.parametrize("jitter_us", [0, 60])
 @pytest.mark.parametrize("lse_base", ["e", "2"])
 @pytest.mark.parametrize(
