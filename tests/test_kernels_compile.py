@@ -7,10 +7,14 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 from support import clean_env
+
+from sglang_dcp.kernels.peer_signal import MAX_REGISTERS
 
 I32 = "i32"
 TILE = {"D": 512, "ALIGN": 8, "BLOCK_H": 2, "BLOCK_D": 512}
@@ -18,6 +22,8 @@ MERGE = TILE | {"N": 8, "BASE_2": True}
 PEERS = {"flag_table": "i64", "cnt": "i32", "limit": "i64", "report": "i32"}
 MEETING = {"N": 8, "HL": 16, "WORDS": 8, "REFRESH": 1 << 20, "BLOCK_LANES": 512}
 MEETING |= {"INTERPRETED": False, "JITTER_US": 0}
+LINE_PEERS = {"line_table": "i64", "cnt": "i32", "limit": "i64", "report": "i32"}
+LINE_MEETING = {k: v for k, v in MEETING.items() if k not in ("WORDS", "REFRESH")}
 # module, kernel, pointer types, constants, arguments known to be multiples of 16
 CASES = {
     "merge_e": (
@@ -63,8 +69,8 @@ CASES = {
     "line_exchange": (
         "line_exchange.line_exchange_kernel",
         {"o": "bf16", "lse": "fp32", "lens": "i32", "merged": "bf16", "merged_lse": "fp32"}
-        | {"line_table": "i64", "cnt": "i32", "limit": "i64", "report": "i32"},
-        {k: v for k, v in MEETING.items() if k not in ("WORDS", "REFRESH")}
+        | LINE_PEERS,
+        LINE_MEETING
         | {"D": 512, "ALIGN": 8, "BASE_2": False, "STORE_LSE": True}
         | {"PEERS": 8, "ROW_LINES": 9, "CELLS": 64, "BLOCK": 16},
     ),
@@ -72,8 +78,8 @@ CASES = {
     "line_exchange_odd": (
         "line_exchange.line_exchange_kernel",
         {"o": "fp16", "lse": "fp32", "lens": "i32", "merged": "fp16", "merged_lse": "fp32"}
-        | {"line_table": "i64", "cnt": "i32", "limit": "i64", "report": "i32"},
-        {k: v for k, v in MEETING.items() if k not in ("WORDS", "REFRESH")}
+        | LINE_PEERS,
+        LINE_MEETING
         | {"D": 511, "ALIGN": 1, "BASE_2": True, "STORE_LSE": False, "N": 2}
         | {"PEERS": 1, "ROW_LINES": 9, "CELLS": 64, "BLOCK": 32},
     ),
@@ -81,6 +87,18 @@ CASES = {
         "nvlink_gather_q.nvlink_gather_q_kernel",
         {"nope": "bf16", "pe": "bf16", "q_table": "i64"} | PEERS,
         MEETING | {"NOPE_DIM": 512, "PE_DIM": 64, "VEC": 8, "BLOCK": 256},
+    ),
+    "line_gather_q": (
+        "line_gather_q.line_gather_q_kernel",
+        {"nope": "bf16", "pe": "bf16", "q": "bf16"} | LINE_PEERS,
+        LINE_MEETING | {"NOPE_CHUNKS": 64, "ROW_CHUNKS": 72, "ALIGN": 8, "CELLS": 64, "BLOCK": 16},
+    ),
+    # strides without alignment, one peer, float32
+    "line_gather_q_odd": (
+        "line_gather_q.line_gather_q_kernel",
+        {"nope": "fp32", "pe": "fp32", "q": "fp32"} | LINE_PEERS,
+        LINE_MEETING
+        | {"NOPE_CHUNKS": 128, "ROW_CHUNKS": 144, "ALIGN": 1, "CELLS": 32, "BLOCK": 32, "N": 2},
     ),
     "kv_write": (
         "kv_write.set_mla_kv_buffer_dcp_sharded_kernel",
@@ -107,20 +125,19 @@ CASES = {
 }
 # kernels that move rows; the rest of their accesses are LSEs and lengths of 4 bytes
 ROW_MOVERS = ["merge_e", "merge_2", "merge_state", "weigh", "pack"]
-ROW_MOVERS += ["nvlink_exchange", "nvlink_gather_q", "line_exchange"]
+MEETING_KERNELS = ["nvlink_exchange", "nvlink_gather_q", "line_exchange", "line_gather_q"]
+ROW_MOVERS += MEETING_KERNELS
 MEMORY_OPS = r"(?:ld|st)\.(?:volatile\.)?global[\w.:]*|atom\.[\w.]*|bar\.sync|fence[\w.]*|trap"
 
-LINE_TILES = (
-    r"tt\.store .* : tensor<\d+x64x!tt\.ptr<i16>, (#\w+)>"
-    r"|tt\.load .*isVolatile = true.* : tensor<\d+x64x!tt\.ptr<i16>, (#\w+)>"
-)
+CELLS = r"tensor<\d+x(?:64x!tt\.ptr<i16>|32x!tt\.ptr<i32>), (#\w+)>"
+LINE_TILES = rf"tt\.store .* : {CELLS}|tt\.load .*isVolatile = true.* : {CELLS}"
 
 
 def compile_all() -> dict[str, dict[str, list[str]]]:
     """Of every case, in order; runs in the child.
 
     "ptx": accesses to global memory and barriers. "lines": layout of every tile of cells that is
-    stored, or loaded as volatile.
+    stored, or loaded as volatile. "memory": local memory of a thread, where spilled registers are.
     """
     import importlib
 
@@ -143,17 +160,28 @@ def compile_all() -> dict[str, dict[str, list[str]]]:
             constexprs={(args.index(k),): v for k, v in constants.items()},
             attrs={(args.index(a),): [["tt.divisibility", 16]] for a in fixed},
         )
-        compiled = triton.compile(
-            source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}
-        )
+        options = {"num_warps": 4} | ({"maxnreg": MAX_REGISTERS} if "limit" in pointers else {})
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         ttgir = compiled.asm["ttgir"]
         layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
         tiles = re.findall(LINE_TILES, ttgir)
         found[case] = {
             "ptx": re.findall(MEMORY_OPS, compiled.asm["ptx"]),
             "lines": [layouts[store or load] for store, load in tiles],
+            "memory": re.findall(r"(?:STACK|LOCAL):\d+", resource_usage(compiled.asm["cubin"])),
         }
     return found
+
+
+def resource_usage(cubin: bytes) -> str:
+    """What the CUDA tool that comes with Triton says of a kernel."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.check_output([tool, "-res-usage", file.name], text=True)
 
 
 @pytest.fixture(scope="module")
@@ -207,17 +235,33 @@ def test_peers_are_signalled_after_the_data(accesses, case, slices):
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="Triton without its CUDA toolchain")
+@pytest.mark.parametrize("case", MEETING_KERNELS)
+def test_kernels_that_meet_do_not_spill(compiled, case):
+    """Their registers are limited, so that the grid is resident."""
+    assert sorted(compiled[case]["memory"]) == ["LOCAL:0", "STACK:0"]
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="Triton without its CUDA toolchain")
 @pytest.mark.parametrize(
-    ("case", "num_ranks", "pushes", "chunks"),
-    # lines of all peers by 128 threads: 8 * 16 (one peer masked), and 1 * 32
-    [("line_exchange", 8, 8, 1), ("line_exchange_odd", 2, 2, 2)],
+    ("case", "num_ranks", "stored_tiles", "pushes", "chunks"),
+    [
+        # one push to all peers: lines of 128 threads, 8 * 16 (one peer masked), and 1 * 32
+        ("line_exchange", 8, 1, 8, 1),
+        ("line_exchange_odd", 2, 1, 2, 2),
+        # a push to every peer, then to the own buffer, where every rank's lines go later
+        ("line_gather_q", 8, 16, 8, 1),
+        ("line_gather_q_odd", 2, 4, 4, 2),
+    ],
 )
-def test_lines_are_written_and_read_as_units(compiled, case, num_ranks, pushes, chunks):
+def test_lines_are_written_and_read_as_units(
+    compiled, case, num_ranks, stored_tiles, pushes, chunks
+):
     """Eight neighbouring lanes hold a line, 16 bytes each; no fence and no flag of its own."""
     layouts, ops = compiled[case]["lines"], compiled[case]["ptx"]
-    assert len(layouts) == 1 + 2 * num_ranks  # the push; a poll of every rank, once and in the loop
+    assert len(layouts) == stored_tiles + 2 * num_ranks  # polls: once and in the loop
+    cells = CASES[case][2]["CELLS"] // 8
     for layout in layouts:
-        assert "sizePerThread = [1, 8], threadsPerWarp = [4, 8]" in layout, layout
+        assert f"sizePerThread = [1, {cells}], threadsPerWarp = [4, 8]" in layout, layout
         assert "order = [1, 0]" in layout, layout
     stores = [i for i, op in enumerate(ops) if op == "st.global.v4.b32"][:pushes]
     reads = [i for i, op in enumerate(ops) if op.startswith("ld.volatile")]

@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.skipif(NUM_GPUS < 2, reason="needs two CUDA GPUs with peer access"),
 ]
 DIM, ROPE, MAX_TOKENS = 512, 64, 64
-LINES = {"flags": 0, "lines": 1 << 40, "mixed": 1 << 17}  # bytes up to which lines are used
+LINES = {"flags": 0, "lines": 1 << 40, "mixed": 1 << 17}  # bytes that go by lines
 EPOCH = 2**31 - 40
 
 
@@ -58,7 +58,7 @@ def make_comm(device, transport, num_heads, dtype, max_line_bytes, jitter_us=0):
     )
     comm.warm_up()
     comm.set_wait_limit(20)
-    for name in ("_exchange_state", "_line_state", "_gather_state"):
+    for name in ("_exchange_state", "_line_state", "_gather_state", "_line_gather_state"):
         setattr(comm, name, dataclasses.replace(getattr(comm, name), jitter_us=jitter_us))
     torch.cuda.synchronize()
     dist.barrier()
@@ -167,6 +167,46 @@ def test_graphs_and_eager_calls_mix(size, num_heads, dtype, jitter_us, max_line_
     assert results == [[]] * size
 
 
+def gather_steps(rank, size, jitter_us, seed):
+    """Gathers by lines and by flags, all read; an exchange only between two by flags."""
+    device, transport = connect(rank, size)
+    comm = make_comm(device, transport, 96, torch.bfloat16, LINES["mixed"], jitter_us)
+    limit, local_heads = comm.line_gather_tokens, 96 // size
+    assert 0 < limit < MAX_TOKENS
+    torch.manual_seed(seed)  # all ranks know all inputs
+    pick = random.Random(seed)  # and take the same steps
+    sizes = (1, limit, limit + 1, MAX_TOKENS)
+    queries = {
+        n: random_queries(size, n, local_heads, DIM, ROPE, torch.bfloat16, device) for n in sizes
+    }
+    o, lse, lens = random_partials(size, 3, 96, DIM, torch.bfloat16, device)
+    differing = torch.zeros(200, dtype=torch.int64, device=device)
+    torch.cuda.synchronize()
+    dist.barrier()
+    by_flags = False
+    for step in range(len(differing)):
+        n = pick.choice(sizes)
+        if by_flags and n > limit:
+            comm.exchange_merge(o[rank], lse[rank], "e", lens)
+        by_flags = n > limit
+        nope, pe, want = queries[n]
+        q_all = comm.gather_q(nope[rank], pe[rank])
+        if (step * 7 + rank) % 5 == 0:
+            torch.cuda._sleep(100_000)  # a late reader
+        differing[step] = (q_all != want).sum()
+        if not by_flags:
+            q_all.fill_(float("nan"))  # nobody else's memory
+    wrong = differing.nonzero().flatten().tolist()
+    comm.destroy()
+    return wrong
+
+
+@pytest.mark.parametrize("jitter_us", [0, 30])
+@pytest.mark.parametrize("size", [n for n in (2, 4, 8) if n <= NUM_GPUS])
+def test_gathers_by_lines_need_no_exchange(size, jitter_us, fresh_seed):
+    assert run_ranks(size, gather_steps, jitter_us, fresh_seed) == [[]] * size
+
+
 def one_leaves(rank, size, call, max_line_bytes):
     device, transport = connect(rank, size)
     comm = make_comm(device, transport, 16, torch.bfloat16, max_line_bytes)
@@ -187,9 +227,8 @@ def one_leaves(rank, size, call, max_line_bytes):
         raise AssertionError(comm.failure()) from e
 
 
-@pytest.mark.parametrize(
-    ("call", "lines"), [("exchange", False), ("exchange", True), ("gather", False)]
-)
+@pytest.mark.parametrize("lines", [False, True], ids=["flags", "lines"])
+@pytest.mark.parametrize("call", ["exchange", "gather"])
 def test_a_missing_rank_is_named_in_time(call, lines):
     with pytest.raises(AssertionError, match=f"rank 1 waited for rank 0 in the {call} kernel"):
         run_ranks(2, one_leaves, call, LINES["lines" if lines else "flags"], timeout_s=120)

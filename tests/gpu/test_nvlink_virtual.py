@@ -237,6 +237,54 @@ def test_back_to_back_launches(size, num_heads, dtype, lse_base, jitter_us, line
             assert i % 2 == 0 or torch.equal(got_lse[rank][i], want_lse), f"lse of launch {i}"
 
 
+@pytest.mark.parametrize("jitter_us", [0, 60])
+@pytest.mark.parametrize(
+    ("size", "num_heads", "dtype"),
+    [(2, 12, torch.float16), (4, 96, torch.bfloat16), (8, 16, torch.bfloat16)],
+)
+def test_gathers_by_lines_back_to_back(size, num_heads, dtype, jitter_us):
+    """Alternating batches without an exchange, over the wrap; what was read is poisoned."""
+    device, dim, count = torch.device("cuda"), 512, 60
+    comms = make_ranks(
+        size,
+        device,
+        PROGRAMS,
+        num_heads=num_heads,
+        kv_lora_rank=dim,
+        qk_rope_head_dim=ROPE,
+        max_tokens=MAX_TOKENS,
+        dtype=dtype,
+        max_line_bytes=max_line_bytes(True),
+    )
+    for comm in comms:
+        state = dataclasses.replace(comm._line_gather_state, jitter_us=jitter_us)
+        comm._line_gather_state = state
+    sizes = batches(MAX_TOKENS, count)
+    local = num_heads // size
+    inputs = [random_queries(size, n, local, dim, ROPE, dtype, device) for n in sizes]
+    got = [[torch.full_like(q_all, math.nan) for _, _, q_all in inputs] for _ in comms]
+
+    def launches(comm):
+        def launch(i):
+            nope, pe, _ = inputs[i]
+            if (i * 7 + comm.rank * 3) % 5 == 0:
+                torch.cuda._sleep(((i + comm.rank) % 4) * 40 * CYCLES_PER_US)
+            q_all = comm.gather_q(nope[comm.rank], pe[comm.rank])
+            if (i * 3 + comm.rank) % 4 == 0:
+                torch.cuda._sleep(20 * CYCLES_PER_US)
+            got[comm.rank][i].copy_(q_all)
+            q_all.fill_(math.nan)
+            if i % 3:
+                poison(comm, WRAP + 1 + i)
+
+        return [lambda i=i: launch(i) for i in range(count)]
+
+    in_earnest(comms, WRAP, launches, [t for row in got for t in row])
+    for rank in range(size):
+        for i, (_, _, want) in enumerate(inputs):
+            assert torch.equal(got[rank][i], want), f"rank {rank}, launch {i}, batch {sizes[i]}"
+
+
 ALONE = """
 import torch
 from virtual_nvlink import make_ranks, random_partials
@@ -257,9 +305,8 @@ except RuntimeError:
 """
 
 
-@pytest.mark.parametrize(
-    ("call", "lines"), [("exchange", False), ("exchange", True), ("gather", False)]
-)
+@both_kinds
+@pytest.mark.parametrize("call", ["exchange", "gather"])
 def test_a_dead_peer_traps_and_is_named(call, lines):
     env = clean_env() | {"PYTHONPATH": ":".join(p for p in sys.path if p)}
     program = ALONE.replace("{call}", call).replace("{lines}", str(max_line_bytes(lines)))
