@@ -101,9 +101,9 @@ def load_queries(
     vec: tl.constexpr = CELLS // 8
     row, c, mask = line_chunks(line, num_rows, ROW_CHUNKS, CELLS)
     b, h = (row // HL).to(tl.int64), (row % HL).to(tl.int64)
-    nope = nope_ptr + b * stride_nb + h * stride_nh + c * vec
-    pe = pe_ptr + b * stride_pb + h * stride_ph + (c - NOPE_CHUNKS) * vec
-    chunk_ptrs = tl.multiple_of(tl.where(c < NOPE_CHUNKS, nope, pe), [1, ALIGN * 128 // CELLS])
+    nope = tl.multiple_of(b * stride_nb + h * stride_nh + c * vec, [1, ALIGN])
+    pe = tl.multiple_of(b * stride_pb + h * stride_ph + (c - NOPE_CHUNKS) * vec, [1, ALIGN])
+    chunk_ptrs = tl.where(c < NOPE_CHUNKS, nope_ptr + nope, pe_ptr + pe)
     return tl.load(chunk_ptrs + tl.arange(0, CELLS)[None, :] % vec, mask=mask, other=0)
 
 
@@ -124,8 +124,8 @@ def store_queries(
     vec: tl.constexpr = cells // 8
     row, c, mask = line_chunks(line, num_rows, ROW_CHUNKS, cells)
     q_row = (row // HL).to(tl.int64) * (N * HL) + source * HL + row % HL
-    chunk_ptrs = tl.multiple_of(q_ptr + (q_row * ROW_CHUNKS + c) * vec, [1, 16])
-    tl.store(chunk_ptrs + tl.arange(0, cells)[None, :] % vec, lines, mask=mask & wanted)
+    dst = (q_row * ROW_CHUNKS + c) * vec + tl.arange(0, cells)[None, :] % vec
+    tl.store(q_ptr + dst, lines, mask=mask & wanted)
 
 
 @triton.jit(
