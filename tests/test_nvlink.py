@@ -61,8 +61,14 @@ interpreted = pytest.mark.skipif(
 
 
 def dims(num_heads, dtype=torch.float32, dim=DIM, max_tokens=MAX_TOKENS, lines=False):
+    """Of an nvlink communicator; other communicators take `shared_dims`."""
+    return shared_dims(num_heads, dtype, dim, max_tokens) | {
+        "max_line_bytes": max_line_bytes(lines)
+    }
+
+
+def shared_dims(num_heads, dtype=torch.float32, dim=DIM, max_tokens=MAX_TOKENS):
     return {
-        "max_line_bytes": max_line_bytes(lines),
         "num_heads": num_heads,
         "kv_lora_rank": dim,
         "qk_rope_head_dim": ROPE,
@@ -87,11 +93,14 @@ def shared_memory(folder, rank, size):
 
 def serve_steps(rank, size, folder, num_heads, dtype, lines, seed):
     """Decode steps of alternating batches over the wrap of the epochs; all that differed."""
-    settings = dims(num_heads, dtype, lines=lines)
+    settings = shared_dims(num_heads, dtype)
     comm = NvlinkCommunicator(
-        TorchTransport(), allocate=shared_memory(folder, rank, size), device="cpu", **settings
+        TorchTransport(),
+        allocate=shared_memory(folder, rank, size),
+        device="cpu",
+        max_line_bytes=max_line_bytes(lines),
+        **settings,
     )
-    del settings["max_line_bytes"]
     a2a = COMM_BACKENDS["a2a"](TorchTransport(), device="cpu", **settings)
     comm.max_programs = 3
     start_at(comm, WRAP)
