@@ -13,7 +13,6 @@ import argparse
 import json
 import random
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +92,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--chunk-tokens", type=int, default=8192, metavar="N", help="default 8192")
     parser.add_argument("--workspace-mb", type=int, default=512, metavar="N", help="default 512")
     parser.add_argument("--mem-fraction-static", type=float, default=0.6, metavar="F", help="0.6")
-    parser.add_argument("--start-timeout-s", type=float, default=300, metavar="S", help="300")
-    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="default: a temporary folder")
-    parser.add_argument("--git-hash", metavar="HASH", help="where the tree is no git checkout")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result")
-    args = parser.parse_args(argv)
-    args.log_dir = args.log_dir or Path(tempfile.mkdtemp())
-    return args
+    return bench.parse_run(parser, argv)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -33,7 +33,8 @@ from sglang_dcp.kernels.peer_signal import (
 )
 
 MAX_LANES = 512
-#: Received bytes of an exchange up to which lines beat flags (H=96, c=2: up to 32 tokens).
+#: Received bytes of an exchange up to which lines are used: 32 tokens for H=96, c=2, where they
+#: won at 16 and lost at 64 (scripts/results/bench_exchange_c2_kernels.json).
 MAX_LINE_BYTES = 3 << 19
 # While ranks compile, load and capture they may be minutes apart; in serving they are not.
 START_UP_WAIT_S = 600.0
