@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -77,3 +78,78 @@ def gather_on_all_ranks(dcp_size: int, call: Callable[[int, Any], Any]) -> list[
             results.append(call(rank, transport))
         assert next(transport._rounds, None) is None
     return results
+
+
+class Turns:
+    """Every rank of a group in a thread of its own, one running at a time, up to a collective.
+
+    A rank that sends hands over to the next one and goes on when all have sent; what SGLang and
+    this project keep in globals of a process changes with it. So ranks may compute on with what
+    they received, which `gather_on_all_ranks` cannot play.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._sent: list[list[Any]] = [[] for _ in range(size)]
+        self._turns = [threading.Semaphore(0) for _ in range(size)]
+        self._error: BaseException | None = None
+
+    def run(self, call: Callable[[int], Any]) -> list[Any]:
+        """Results of call(rank) of every rank."""
+        results: list[Any] = [None] * self.size
+
+        def main(rank: int) -> None:
+            self._turns[rank].acquire()
+            try:
+                if self._error is None:
+                    results[rank] = call(rank)
+            except BaseException as error:
+                self._error = self._error or error
+            self._turns[(rank + 1) % self.size].release()
+
+        threads = [threading.Thread(target=main, args=(rank,)) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        self._turns[0].release()
+        for thread in threads:
+            thread.join()
+        if self._error is not None:
+            raise self._error
+        counts = {len(sent) for sent in self._sent}
+        assert len(counts) == 1, f"ranks made different numbers of collectives: {counts}"
+        return results
+
+    def exchange(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Copies of the tensors that all ranks sent in this round."""
+        from sglang.srt.model_executor.forward_context import set_forward_context
+
+        from sglang_dcp import state
+
+        round_ = len(self._sent[rank])
+        self._sent[rank].append(tensor.clone())
+        mine = state._state, set_forward_context(None)
+        state._state = None
+        self._turns[(rank + 1) % self.size].release()
+        self._turns[rank].acquire()
+        state._state, context = mine
+        set_forward_context(context)
+        if self._error is not None:
+            raise RuntimeError("another rank failed") from self._error
+        return [sent[round_] for sent in self._sent]
+
+
+class TurnsTransport:
+    """The communicators' collectives over `Turns`."""
+
+    process_group = None
+
+    def __init__(self, turns: Turns, rank: int) -> None:
+        self.turns, self.rank, self.size = turns, rank, turns.size
+
+    def all_gather(self, out: torch.Tensor, inp: torch.Tensor) -> None:
+        blocks = self.turns.exchange(self.rank, inp)
+        out.view(-1).copy_(torch.cat([block.view(-1) for block in blocks]))
+
+    def all_to_all(self, out: torch.Tensor, inp: torch.Tensor) -> None:
+        blocks = [sent.view(self.size, -1) for sent in self.turns.exchange(self.rank, inp)]
+        out.view(self.size, -1).copy_(torch.stack([block[self.rank] for block in blocks]))
