@@ -72,7 +72,7 @@ class StripeMixin:
         self.prefix_slices = make_prefix_slices(
             forward_batch.extend_seq_lens_cpu,
             forward_batch.extend_prefix_lens_cpu,
-            dcp.comm.max_tokens,
+            min(dcp.comm.max_tokens, dcp.prefill_policy.limits.slice_tokens),
             dcp.dcp_size,
             self.device,  # type: ignore[attr-defined]
             lambda share: self.plan_prefix(share, forward_batch),

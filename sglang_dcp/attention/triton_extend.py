@@ -15,7 +15,7 @@ from sglang.srt.layers.attention.triton_ops.decode_attention import _decode_grou
 from sglang_dcp import counters, state
 from sglang_dcp.attention.prefill import prefill_variant
 from sglang_dcp.attention.prefix_slices import Share
-from sglang_dcp.attention.token_groups import TokenGroups, make_groups
+from sglang_dcp.attention.token_groups import TokenGroups, make_groups, sizes_that_fit
 from sglang_dcp.kernels.kv_index import build_local_kv_indices
 from sglang_dcp.kernels.ragged_attention import Spans, make_spans, ragged_attention
 from sglang_dcp.kernels.split_reduce import reduce_splits
@@ -33,8 +33,7 @@ class _PrefixKernel:
     kv_indptr: torch.Tensor
     kv_indices: torch.Tensor
     num_kv_splits: torch.Tensor
-    partials: torch.Tensor
-    partial_lse: torch.Tensor
+    splits: int
 
 
 class TritonExtend:
@@ -46,7 +45,7 @@ class TritonExtend:
         """Groups of tokens of one request, as more heads of one token: keys are read once."""
         dcp, backend = state.get_state(), _as_any(self)
         device: Any = backend.device
-        size = min(1 << (max(share.counts) - 1).bit_length(), MAX_GROUP)
+        size = sizes_that_fit(share.counts, MAX_GROUP)[-1]
         groups = make_groups(share.requests, share.counts, size, device)
         of_groups = torch.tensor(groups.requests).to(device, non_blocking=True)
         lens = backend.own_prefix_lens(groups.requests, forward_batch)
@@ -64,15 +63,8 @@ class TritonExtend:
         )
         num_groups, rows = len(lens), size * dcp.comm.num_heads
         splits = self._num_splits(num_groups * -(-rows // ROW_TILE))
-        shape = (num_groups, rows, splits)
-        return _PrefixKernel(
-            groups,
-            kv_indptr,
-            kv_indices,
-            torch.full((num_groups,), splits, dtype=torch.int32, device=device),
-            torch.empty((*shape, dcp.comm.kv_lora_rank), device=device),
-            torch.empty(shape, device=device),
-        )
+        num_kv_splits = torch.full((num_groups,), splits, dtype=torch.int32, device=device)
+        return _PrefixKernel(groups, kv_indptr, kv_indices, num_kv_splits, splits)
 
     def _num_splits(self, num_programs: int) -> int:
         """Shares of the keys that fill the GPU twice; partials are float32, so no more."""
@@ -86,23 +78,26 @@ class TritonExtend:
         """q [n, H, 576] -> o [n, H, 512], lse [n, H], base e; every token sees all of its keys."""
         k_buffer, v_buffer = _as_any(self).token_to_kv_pool.get_kv_buffer(layer.layer_id)
         grouped = kernel.groups.packed(q)  # [G, s, H, 576]
+        rows = grouped.flatten(1, 2)
+        partial_lse = rows.new_empty((*rows.shape[:2], kernel.splits), dtype=torch.float32)
+        partials = partial_lse.new_empty((*partial_lse.shape, layer.v_head_dim))
         _decode_grouped_att_m_fwd(
-            grouped.flatten(1, 2),
+            rows,
             k_buffer,
             v_buffer,
-            kernel.partials,
-            kernel.partial_lse,
+            partials,
+            partial_lse,
             kernel.kv_indptr,
             kernel.kv_indices,
             kernel.num_kv_splits,
-            kernel.partials.shape[2],
+            kernel.splits,
             layer.scaling,
             logit_capping_mod(layer.logit_capping_method, layer.logit_cap),
             has_mla=True,
         )
         o, lse = reduce_splits(
-            kernel.partials,
-            kernel.partial_lse,
+            partials,
+            partial_lse,
             kernel.kv_indptr,
             kernel.num_kv_splits,
             num_tokens=grouped.shape[0],
