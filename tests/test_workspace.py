@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from sglang_dcp.kernels import dispatch
 from sglang_dcp.prefix_gather import make_gather_plans, pack_chunks
 from sglang_dcp.testing.compare import compare_results
 from sglang_dcp.workspace import (
@@ -379,6 +380,70 @@ def test_an_unbounded_read_would_show(prefix_attention):
     for o, watch in results:
         torch.testing.assert_close(o, want, atol=1e-5, rtol=1e-5)
         assert watch.peak_bytes > 2 * 150_000
+
+
+# ---------------------------------------------------------------- pass-Q's allocations
+
+
+class NoPeers:
+    """Collectives of one rank alone: as much memory as with others, zeros instead of their data."""
+
+    def __init__(self, size):
+        self.rank, self.size = 0, size
+
+    def all_gather(self, out, inp):
+        out.zero_()
+
+    all_to_all = all_gather
+
+
+def pause_in_kernels(monkeypatch, watch):
+    """Triton's interpreter copies the tensors of a launch, which a GPU does not."""
+    from triton.runtime.interpreter import GridExecutor
+
+    launch = GridExecutor.__call__
+
+    def paused(*args, **kwargs):
+        watch.paused = True
+        launch(*args, **kwargs)
+        watch.paused = False
+
+    monkeypatch.setattr(GridExecutor, "__call__", paused)
+
+
+@pytest.mark.skipif(not dispatch.INTERPRETED, reason="the launches are watched in the interpreter")
+@pytest.mark.usefixtures("plugin_loaded")
+@pytest.mark.parametrize(("slice_tokens", "fits"), [(8, True), (24, False)])
+def test_pass_q_stays_inside_the_workspace(monkeypatch, slice_tokens, fits):
+    """The triton backend, whose partial outputs are torch's; larger slices would show."""
+    from extend_ranks import Pool, make_backend
+    from simulated_ranks import as_rank
+
+    from sglang_dcp import state, workspace
+    from sglang_dcp.attention.extend import extend_over_stripes
+    from sglang_dcp.comm.a2a import A2ACommunicator
+
+    monkeypatch.setattr(workspace, "SPLIT_ROWS", 64)  # of a GPU with one multiprocessor
+    gpu = SimpleNamespace(multi_processor_count=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    shape, dims = ReadShape(2, 8, 256, 128, 32, 128, 4), (256, 32)
+    pool = Pool("small", 2, 16, dims, torch.float32, torch.device("cpu"))
+    limit = pass_q_bytes(8, len(pool.q), shape)
+    with as_rank(0, 2):
+        comm = A2ACommunicator(
+            NoPeers(2), num_heads=16, kv_lora_rank=256, qk_rope_head_dim=32,
+            max_tokens=slice_tokens, dtype=torch.float32, device="cpu",
+        )  # fmt: skip
+        state._state = dataclasses.replace(state.get_state(), comm=comm)
+        backend = make_backend("triton", pool, 0)
+        own = pool.q[:, :8].transpose(0, 1).contiguous().transpose(0, 1)
+        with Allocations() as watch:
+            pause_in_kernels(monkeypatch, watch)
+            backend.plan_extend(pool.batch())
+            extend_over_stripes(backend, own[..., :256], own[..., 256:], pool.latent, pool.layer)
+    absorbed_bytes = len(pool.q) * 8 * 256 * 4  # counted, and made before
+    assert (watch.peak_bytes + absorbed_bytes <= limit) == fits, (watch.peak_bytes, limit)
+    assert watch.peak_bytes + absorbed_bytes > 0.4 * limit
 
 
 # ---------------------------------------------------------------- a server
