@@ -17,8 +17,10 @@ outputs of split keys (20 MiB). Slices of the heads would only lower these, whic
 pass-KV would gather the prefix, pass-Q read its stripe, once for each of them.
 
 Not counted: the communicator's buffers, which decode has anyway; upstream's activations of new
-tokens, which its prefill chunk size bounds; the index of the prefixes (`INDEX_BYTES` a token, where
-the pool has 1.1 KB a token and layer). Imports neither torch nor SGLang.
+tokens, which its prefill chunk size bounds; the index of the prefixes, where the pool has 1.1 KB a
+token and layer (`INDEX_BYTES` a token for pass-KV; for pass-Q 4 bytes a token of the stripe, on
+triton for each group of new tokens); flashinfer's plans, 8 MiB for each distinct chunk or slice
+(`attention.ragged_chunks`). Imports neither torch nor SGLang.
 """
 
 from __future__ import annotations

@@ -9,10 +9,12 @@ Legend: T queries, S keys, H query heads, K key heads, G = H / K, D key dim, Dv 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 import triton
@@ -21,6 +23,8 @@ import triton.language as tl
 LN_2 = tl.constexpr(math.log(2))
 #: Widest key for which a tile of 128 rows fits a multiprocessor's registers.
 NARROW_DIM = 256
+#: Shared memory of a block that takes the next keys while it works on these; half is enough else.
+TWO_STAGES_BYTES = 140 << 10
 
 
 @dataclass(frozen=True)
@@ -224,6 +228,14 @@ def ragged_attention(
         BLOCK_PE=max(16, triton.next_power_of_2(pe)),
         BLOCK_DV=max(16, triton.next_power_of_2(dv)),
         num_warps=8,
-        num_stages=2,
+        num_stages=_num_stages(q_nope.device),
     )
     return o, lse
+
+
+@functools.cache
+def _num_stages(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    properties: Any = torch.cuda.get_device_properties(device)
+    return 2 if properties.shared_memory_per_block_optin >= TWO_STAGES_BYTES else 1
