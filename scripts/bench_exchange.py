@@ -6,7 +6,8 @@ Each figure is CUDA-graph replay time per call: p50 and p95, over the samples, o
 The link limit is a peer copy with all directions busy, measured in the same run. `peer` is the
 sequence that SGLang 0.5.17 issues for its a2a backend: three copies, all-to-all, copy, combine;
 with its own combine kernel if that release is installed, else one re-created from its launch. The
-gather of `peer` is the NCCL all-gather alone, without the concatenation before it.
+gather of `peer` is the NCCL all-gather alone, without the concatenation before it. `nvlink` takes
+the better of its two exchange kernels; `lines` and `flags` are one of them for all batches.
 
 --virtual N runs N ranks on one GPU: a smoke test of the script, its times mean nothing.
 """
@@ -33,12 +34,15 @@ import triton
 
 from sglang_dcp.comm import COMM_BACKENDS, TorchTransport, nvlink
 from sglang_dcp.comm.symmetric import rendezvous, virtual_rank
+from sglang_dcp.kernels.exchange_lines import LINE_BYTES, lines_per_row
 from sglang_dcp.kernels.peer_signal import Tiling, resident_programs
 from sglang_dcp.testing.bench import git_hash
 from sglang_dcp.testing.peer_a2a import PEER_SOURCE, PeerA2A
 from sglang_dcp.testing.plots import plot_exchange
 
 BACKENDS = ("nvlink", "a2a", "ag_rs", "peer")
+#: Largest line exchange of nvlink with one exchange kernel.
+ONE_KERNEL = {"lines": 1 << 40, "flags": 0}
 DIM, ROPE, DTYPE = 512, 64, torch.bfloat16
 LINK_BYTES = 256 << 20
 CALLS_PER_GRAPH = 20
@@ -66,17 +70,19 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--backends",
         nargs="+",
-        choices=BACKENDS,
+        choices=(*BACKENDS, *ONE_KERNEL),
         default=list(BACKENDS),
         metavar="NAME",
-        help=f"of {', '.join(BACKENDS)} (default all)",
+        help=f"of {', '.join((*BACKENDS, *ONE_KERNEL))} (default {' '.join(BACKENDS)})",
     )
     parser.add_argument(
         "--samples", type=int, default=50, metavar="N", help="graph replays per figure (default 50)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the result")
-    parser.add_argument("--sweep", action="store_true", help="time the tilings of nvlink instead")
+    parser.add_argument(
+        "--sweep", action="store_true", help="time tilings of flags, lines and the gather"
+    )
     parser.add_argument("--virtual", type=int, metavar="N", help="smoke test: N ranks on one GPU")
     return parser.parse_args()
 
@@ -108,7 +114,11 @@ def comm_settings(heads: int, max_tokens: int, device: torch.device) -> dict[str
 def make_comm(name: str, heads: int, max_tokens: int, device: torch.device) -> Any:
     if name == "peer":
         return PeerA2A(heads, DIM, ROPE, max_tokens, DTYPE, device)
-    return COMM_BACKENDS[name](TorchTransport(), **comm_settings(heads, max_tokens, device))
+    settings = comm_settings(heads, max_tokens, device)
+    if name in ONE_KERNEL:
+        settings["max_line_bytes"] = ONE_KERNEL[name]
+        return nvlink.NvlinkCommunicator(TorchTransport(), **settings)
+    return COMM_BACKENDS[name](TorchTransport(), **settings)
 
 
 def exchange(comm: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -166,9 +176,12 @@ def measure_rows(args: argparse.Namespace, device: torch.device) -> Iterator[dic
         comms = {name: make_comm(name, heads, max(args.batch), device) for name in args.backends}
         for batch in args.batch:
             inputs = make_inputs(batch, heads, size, rank, device)
-            if {"nvlink", "a2a"} <= comms.keys():
-                ours, reference = (exchange(comms[n], inputs).clone() for n in ("nvlink", "a2a"))
-                assert torch.equal(ours, reference), f"B={batch} H={heads}: nvlink differs from a2a"
+            same = {
+                n: exchange(comms[n], inputs) for n in ("nvlink", *ONE_KERNEL, "a2a") if n in comms
+            }
+            for name, merged in same.items():
+                equal = torch.equal(merged, list(same.values())[-1])
+                assert equal, f"B={batch} H={heads}: {name} differs from {list(same)[-1]}"
             for name, comm in comms.items():
                 p50, p95 = replay_us(functools.partial(exchange, comm, inputs), args.samples)
                 gather_p50, _ = replay_us(functools.partial(gather, comm, inputs), args.samples)
@@ -250,30 +263,46 @@ def gather_tilings(chunks: int, max_programs: int) -> Iterator[Tiling]:
         yield Tiling(block, warps, triton.cdiv(items, triton.cdiv(items, grid)))
 
 
+def line_tilings(rows: int, max_programs: int) -> Iterator[Tiling]:
+    """16 to 64 bytes a thread, few or many programs."""
+    num_lines = rows * lines_per_row(DIM, DTYPE.itemsize)
+    for per_thread, warps, cap in itertools.product((1, 2, 4), (2, 4, 8), SWEPT_GRIDS):
+        block = per_thread * 32 * warps * 16 // LINE_BYTES
+        items = triton.cdiv(num_lines, block)
+        grid = min(items, cap, max_programs, resident_programs(num_sms(), warps))
+        yield Tiling(block, warps, triton.cdiv(items, triton.cdiv(items, grid)))
+
+
+# backend, its tiling function, call, candidates for B*Hl rows
+SWEEPS = (
+    ("flags", "exchange_tiling", exchange, exchange_tilings),
+    ("nvlink", "gather_tiling", gather, lambda rows, most: gather_tilings(rows * 72, most)),
+    ("lines", "line_tiling", exchange, line_tilings),
+)
+
+
 def sweep(args: argparse.Namespace, device: torch.device) -> None:
-    """Best and chosen tilings of both kernels for every shape."""
+    """Best and chosen tilings of the kernels of --backends for every shape."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    chosen = {"exchange_tiling": nvlink.exchange_tiling, "gather_tiling": nvlink.gather_tiling}
     for heads, batch in itertools.product(args.heads, args.batch):
-        comm = make_comm("nvlink", heads, batch, device)
         inputs = make_inputs(batch, heads, size, rank, device)
-        rows = batch * heads // size
-        candidates = {
-            "exchange_tiling": (exchange, set(exchange_tilings(rows, comm.max_programs))),
-            "gather_tiling": (gather, set(gather_tilings(rows * 72, comm.max_programs))),
-        }
-        for which, (call, tilings) in candidates.items():
-            run = functools.partial(call, comm, inputs)
+        for backend, which, call, candidates in SWEEPS:
+            if backend not in args.backends:
+                continue
+            comm = make_comm(backend, heads, batch, device)
+            chosen, run = getattr(nvlink, which), functools.partial(call, comm, inputs)
             replay_us(run, 9)  # the first is slower
             found = [(replay_us(run, 9)[0], "chosen")]
-            for tiling in sorted(tilings, key=str):
+            for tiling in sorted(
+                set(candidates(batch * heads // size, comm.max_programs)), key=str
+            ):
                 setattr(nvlink, which, lambda *_, fixed=tiling: fixed)
                 found.append((replay_us(run, 9)[0], str(tiling)))
-            setattr(nvlink, which, chosen[which])
+            setattr(nvlink, which, chosen)
             if rank == 0:
                 best = " ".join(f"\n  {us:.2f} {what}" for us, what in sorted(found)[:5])
                 print(f"H={heads} B={batch} {which}: chosen {found[0][0]:.2f}{best}", flush=True)
-        comm.destroy()
+            comm.destroy()
 
 
 class _NoTransport:
@@ -285,10 +314,10 @@ class _NoTransport:
         self.rank, self.size = rank, size
 
 
-def run_virtual(args: argparse.Namespace) -> None:
-    """All ranks on one GPU, one stream each: does the script, and do the kernels, run at all?"""
-    size, device = args.virtual, torch.device("cuda")
-    heads, batch = args.heads[0], min(args.batch[-1], 16)
+def virtual_comms(
+    size: int, heads: int, batch: int, name: str, device: torch.device
+) -> list[nvlink.NvlinkCommunicator]:
+    """All ranks of a group, on one GPU."""
     buffers: list[torch.Tensor] = []
 
     def allocate(rank: int, num_bytes: int) -> Any:
@@ -297,25 +326,33 @@ def run_virtual(args: argparse.Namespace) -> None:
             buffers.extend(torch.zeros(shape, dtype=torch.uint8, device=device).unbind())
         return virtual_rank(buffers, rank, num_sms=4)
 
-    settings = comm_settings(heads, batch, device)
-    comms = [
+    settings = comm_settings(heads, batch, device) | {"max_line_bytes": ONE_KERNEL[name]}
+    return [
         nvlink.NvlinkCommunicator(
             _NoTransport(r, size), allocate=functools.partial(allocate, r), **settings
         )
         for r in range(size)
     ]
+
+
+def run_virtual(args: argparse.Namespace) -> None:
+    """All ranks on one GPU, one stream each: does the script, and do the kernels, run at all?"""
+    size, device = args.virtual, torch.device("cuda")
+    heads, batch = args.heads[0], min(args.batch[-1], 16)
     inputs = [make_inputs(batch, heads, size, r, device) for r in range(size)]
     streams = [torch.cuda.Stream() for _ in range(size)]
-    torch.cuda.synchronize()
-    for call in (gather, exchange):
-        for attempt in ("first", "again"):
+    for name in ONE_KERNEL:
+        comms = virtual_comms(size, heads, batch, name, device)
+        torch.cuda.synchronize()
+        for call, attempt in itertools.product((gather, exchange), ("first", "again")):
             start = time.perf_counter()
             for comm, own, stream in zip(comms, inputs, streams, strict=True):
                 with torch.cuda.stream(stream):
                     call(comm, own)
             torch.cuda.synchronize()
             us = (time.perf_counter() - start) * 1e6
-            print(f"SMOKE TEST, {size} virtual ranks, {call.__name__} {attempt}: {us:.0f} us")
+            what = f"{name} {call.__name__} {attempt}"
+            print(f"SMOKE TEST, {size} virtual ranks, {what}: {us:.0f} us")
 
 
 def main() -> None:

@@ -206,7 +206,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     own.add_argument("--tp", type=int, default=2, metavar="N", help="GPUs (default 2)")
     own.add_argument("--dcp-size", type=int, default=2, metavar="N", help="default 2")
     own.add_argument(
-        "--comm", nargs="+", default=["nvlink"], metavar="NAME", help="one DCP server each (nvlink)"
+        "--comm", nargs="*", default=["nvlink"], metavar="NAME", help="one DCP server each (nvlink)"
     )
     own.add_argument("--backend", default="flashmla", metavar="NAME", help="default flashmla")
     own.add_argument(

@@ -63,6 +63,23 @@ CASES = {
         | {"D": 512, "BLOCK_D": 512, "ALIGN": 8, "ROW_ALIGN": 8, "BASE_2": False, "STORE_LSE": True}
         | {"PEERS": 8, "ROWS": 2, "SLICES": 2, "FLAG_SLICES": 4},
     ),
+    "line_exchange": (
+        "line_exchange.line_exchange_kernel",
+        {"o": "bf16", "lse": "fp32", "lens": "i32", "merged": "bf16", "merged_lse": "fp32"}
+        | {"line_table": "i64", "cnt": "i32", "limit": "i64", "report": "i32"},
+        {k: v for k, v in MEETING.items() if k not in ("WORDS", "REFRESH")}
+        | {"D": 512, "ALIGN": 8, "BASE_2": False, "STORE_LSE": True}
+        | {"PEERS": 8, "ROW_LINES": 9, "CELLS": 64, "BLOCK": 16},
+    ),
+    # strides and head dim without alignment, one peer
+    "line_exchange_odd": (
+        "line_exchange.line_exchange_kernel",
+        {"o": "fp16", "lse": "fp32", "lens": "i32", "merged": "fp16", "merged_lse": "fp32"}
+        | {"line_table": "i64", "cnt": "i32", "limit": "i64", "report": "i32"},
+        {k: v for k, v in MEETING.items() if k not in ("WORDS", "REFRESH")}
+        | {"D": 511, "ALIGN": 1, "BASE_2": True, "STORE_LSE": False, "N": 2}
+        | {"PEERS": 1, "ROW_LINES": 9, "CELLS": 64, "BLOCK": 32},
+    ),
     "nvlink_gather_q": (
         "nvlink_gather_q.nvlink_gather_q_kernel",
         {"nope": "bf16", "pe": "bf16", "q_table": "i64"} | PEERS,
@@ -107,12 +124,21 @@ CASES = {
 }
 # kernels that move rows; the rest of their accesses are LSEs and lengths of 4 bytes
 ROW_MOVERS = ["merge_e", "merge_2", "merge_state", "weigh", "pack"]
-ROW_MOVERS += ["nvlink_exchange", "nvlink_gather_q"]
-MEMORY_OPS = r"(?:ld|st)\.global[\w.:]*|atom\.[\w.]*|bar\.sync|fence[\w.]*|trap"
+ROW_MOVERS += ["nvlink_exchange", "nvlink_gather_q", "line_exchange"]
+MEMORY_OPS = r"(?:ld|st)\.(?:volatile\.)?global[\w.:]*|atom\.[\w.]*|bar\.sync|fence[\w.]*|trap"
+
+LINE_TILES = (
+    r"tt\.store .* : tensor<\d+x64x!tt\.ptr<i16>, (#\w+)>"
+    r"|tt\.load .*isVolatile = true.* : tensor<\d+x64x!tt\.ptr<i16>, (#\w+)>"
+)
 
 
-def compile_all() -> dict[str, list[str]]:
-    """PTX accesses to global memory and barriers of every case, in order; runs in the child."""
+def compile_all() -> dict[str, dict[str, list[str]]]:
+    """Of every case, in order; runs in the child.
+
+    "ptx": accesses to global memory and barriers. "lines": layout of every tile of cells that is
+    stored, or loaded as volatile.
+    """
     import importlib
 
     import triton
@@ -138,12 +164,18 @@ def compile_all() -> dict[str, list[str]]:
         compiled = triton.compile(
             source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}
         )
-        found[case] = re.findall(MEMORY_OPS, compiled.asm["ptx"])
+        ttgir = compiled.asm["ttgir"]
+        layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
+        tiles = re.findall(LINE_TILES, ttgir)
+        found[case] = {
+            "ptx": re.findall(MEMORY_OPS, compiled.asm["ptx"]),
+            "lines": [layouts[store or load] for store, load in tiles],
+        }
     return found
 
 
 @pytest.fixture(scope="module")
-def accesses() -> dict[str, list[str]]:
+def compiled() -> dict[str, dict[str, list[str]]]:
     code = "import json, test_kernels_compile as t; print(json.dumps(t.compile_all()))"
     env = clean_env() | {"PYTHONPATH": ":".join(p for p in sys.path if p)}
     done = subprocess.run(
@@ -151,6 +183,11 @@ def accesses() -> dict[str, list[str]]:
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def accesses(compiled) -> dict[str, list[str]]:
+    return {case: found["ptx"] for case, found in compiled.items()}
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="Triton without its CUDA toolchain")
@@ -184,4 +221,29 @@ def test_peers_are_signalled_after_the_data(accesses, case, slices):
     assert all(i > waits[0] for i in arrived)
     assert ("ld.global.cg.v4.b32" in ops) == (case == "nvlink_exchange")
     assert ops.count("trap") == slices  # a wait ends with an error, after the record is out
+    assert ops[ops.index("trap") - 2 : ops.index("trap")] == ["fence.acq_rel.sys", "bar.sync"]
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="Triton without its CUDA toolchain")
+@pytest.mark.parametrize(
+    ("case", "num_ranks", "pushes", "chunks"),
+    # lines of all peers by 128 threads: 8 * 16 (one peer masked), and 1 * 32
+    [("line_exchange", 8, 8, 1), ("line_exchange_odd", 2, 2, 2)],
+)
+def test_lines_are_written_and_read_as_units(compiled, case, num_ranks, pushes, chunks):
+    """Eight neighbouring lanes hold a line, 16 bytes each; no fence and no flag of its own."""
+    layouts, ops = compiled[case]["lines"], compiled[case]["ptx"]
+    assert len(layouts) == 1 + 2 * num_ranks  # the push; a poll of every rank, once and in the loop
+    for layout in layouts:
+        assert "sizePerThread = [1, 8], threadsPerWarp = [4, 8]" in layout, layout
+        assert "order = [1, 0]" in layout, layout
+    stores = [i for i, op in enumerate(ops) if op == "st.global.v4.b32"][:pushes]
+    reads = [i for i, op in enumerate(ops) if op.startswith("ld.volatile")]
+    assert len(stores) == pushes
+    assert len(reads) == 2 * num_ranks * chunks
+    assert all(ops[i] == "ld.volatile.global.v4.b32" for i in reads)
+    assert stores[-1] < reads[0]  # all pushes before the first wait
+    assert not any(op.startswith("atom") for op in ops)
+    assert [op for op in ops if op.startswith("fence")] == ["fence.acq_rel.sys"]  # of the trap
+    assert ops.count("trap") == 1
     assert ops[ops.index("trap") - 2 : ops.index("trap")] == ["fence.acq_rel.sys", "bar.sync"]

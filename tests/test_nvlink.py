@@ -17,9 +17,12 @@ from virtual_nvlink import (
     batches,
     flags,
     half_views,
+    line_words,
     make_ranks,
+    max_line_bytes,
     own_merge,
     poison,
+    raise_flags,
     random_partials,
     random_queries,
     start_at,
@@ -40,6 +43,7 @@ from sglang_dcp.comm.nvlink import (
     NvlinkCommunicator,
     exchange_tiling,
     gather_tiling,
+    line_tiling,
 )
 from sglang_dcp.comm.symmetric import probe_peers, rendezvous, virtual_rank
 from sglang_dcp.kernels import dispatch
@@ -50,13 +54,15 @@ CPU = torch.device("cpu")
 DIM, ROPE, MAX_TOKENS = 32, 16, 5
 WRAP = 2**31 - 3
 
+both_exchanges = pytest.mark.parametrize("lines", [False, True], ids=["flags", "lines"])
 interpreted = pytest.mark.skipif(
     not dispatch.INTERPRETED, reason="kernels are compiled in this process"
 )
 
 
-def dims(num_heads, dtype=torch.float32, dim=DIM, max_tokens=MAX_TOKENS):
+def dims(num_heads, dtype=torch.float32, dim=DIM, max_tokens=MAX_TOKENS, lines=False):
     return {
+        "max_line_bytes": max_line_bytes(lines),
         "num_heads": num_heads,
         "kv_lora_rank": dim,
         "qk_rope_head_dim": ROPE,
@@ -79,12 +85,13 @@ def shared_memory(folder, rank, size):
     return allocate
 
 
-def serve_steps(rank, size, folder, num_heads, dtype, seed):
+def serve_steps(rank, size, folder, num_heads, dtype, lines, seed):
     """Decode steps of alternating batches over the wrap of the epochs; all that differed."""
-    settings = dims(num_heads, dtype)
+    settings = dims(num_heads, dtype, lines=lines)
     comm = NvlinkCommunicator(
         TorchTransport(), allocate=shared_memory(folder, rank, size), device="cpu", **settings
     )
+    del settings["max_line_bytes"]
     a2a = COMM_BACKENDS["a2a"](TorchTransport(), device="cpu", **settings)
     comm.max_programs = 3
     start_at(comm, WRAP)
@@ -129,11 +136,12 @@ def serve_steps(rank, size, folder, num_heads, dtype, seed):
 
 
 @interpreted
+@both_exchanges
 @pytest.mark.parametrize(
     ("size", "num_heads", "dtype"), [(2, 12, torch.bfloat16), (4, 8, torch.float16)]
 )
-def test_ranks_meet_in_shared_memory(tmp_path, fresh_seed, size, num_heads, dtype):
-    args = (str(tmp_path), num_heads, dtype, fresh_seed)
+def test_ranks_meet_in_shared_memory(tmp_path, fresh_seed, size, num_heads, dtype, lines):
+    args = (str(tmp_path), num_heads, dtype, lines, fresh_seed)
     assert run_ranks(size, serve_steps, *args, interpret=True) == [[]] * size
 
 
@@ -153,16 +161,19 @@ def run_in_turn(comms, epoch, step):
 
 
 @interpreted
+@both_exchanges
 @pytest.mark.parametrize(
     ("size", "num_heads", "dim", "dtype"),
     [
         (2, 12, 24, torch.bfloat16),
+        (2, 12, 512, torch.bfloat16),
         (4, 12, 64, torch.float32),
+        (4, 48, 60, torch.float32),
         (8, 8, 32, torch.float16),
     ],
 )
-def test_addresses_halves_and_slices(size, num_heads, dim, dtype):
-    comms = make_ranks(size, CPU, 3, **dims(num_heads, dtype, dim))
+def test_addresses_halves_and_slices(size, num_heads, dim, dtype, lines):
+    comms = make_ranks(size, CPU, 5, **dims(num_heads, dtype, dim, lines=lines))
     for epoch, num_tokens in zip((7, WRAP + 2, WRAP + 3), (5, 1, 4), strict=True):
         lse_base = "e2"[epoch % 2]
         for comm in comms:
@@ -179,7 +190,7 @@ def test_addresses_halves_and_slices(size, num_heads, dim, dtype):
             assert got[0].eq(0).all()  # empty on all ranks
         for comm, before in zip(comms, others, strict=True):
             untouched = half_views(comm, epoch + 1)[0]
-            assert torch.equal(untouched.view(torch.uint8), before.view(torch.uint8))
+            assert torch.equal(untouched, before)
 
         nope, pe, want = random_queries(size, num_tokens, num_heads // size, dim, ROPE, dtype, CPU)
 
@@ -190,24 +201,50 @@ def test_addresses_halves_and_slices(size, num_heads, dim, dtype):
 
 
 @interpreted
-def test_the_poison_is_seen_without_waiting():
+@both_exchanges
+def test_the_poison_is_seen_without_waiting(lines):
     """The tests above can fail: a merge before the peer's push reads the poisoned half."""
-    comms = make_ranks(2, CPU, 3, **dims(4))
+    comms = make_ranks(2, CPU, 3, **dims(4, lines=lines))
     o, lse, lens = random_partials(2, 3, 4, DIM, torch.float32, CPU)
-    start_at(comms[0], 4, flag_epoch=9)
     poison(comms[0], 5)
+    start_at(comms[0], 4, flag_epoch=9)
     merged = comms[0].exchange_merge(o[0], lse[0], "e", lens)
     assert lens[1, 1] > 0
     assert not torch.equal(merged[1], own_merge(0, o, lse, lens, "e")[1])
 
 
 @interpreted
-@pytest.mark.parametrize("call", ["exchange", "gather"])
-def test_a_dead_peer_ends_the_wait(call):
-    comm = make_ranks(4, CPU, 2, **dims(4))[2]
+@pytest.mark.parametrize("stale", [3, 0, 7, -1, 5 - 2**31])
+def test_a_line_with_a_stale_flag_is_not_consumed(stale):
+    """One line of many has another launch's flag, and the data of this one."""
+    sender, receiver = make_ranks(2, CPU, 4, **dims(4, torch.bfloat16, 64, lines=True))
+    o, lse, lens = random_partials(2, 5, 4, 64, torch.bfloat16, CPU)
+    start_at(receiver, 4)
+    start_at(sender, 4, flag_epoch=5)  # does not wait
+    sender.exchange_merge(o[0], lse[0], "e", lens)
+    arrived = line_words(receiver, 5)[0, :, -1]
+    assert arrived.eq(5).sum() == 5 * 2 * 2
+    arrived[13] = stale
+    receiver.set_wait_limit(0.02)
+    with pytest.raises(Exception, match="did not arrive in time"):
+        receiver.exchange_merge(o[1], lse[1], "e", lens)
+    assert receiver.failure().startswith("DCP rank 1 waited for rank 0 in the exchange kernel")
+    # it was this flag alone
+    receiver._line_state.counters.fill_(4)
+    arrived[13] = 5
+    merged = receiver.exchange_merge(o[1], lse[1], "e", lens)
+    assert torch.equal(merged, own_merge(1, o, lse, lens, "e"))
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("call", "lines"), [("exchange", False), ("exchange", True), ("gather", False)]
+)
+def test_a_dead_peer_ends_the_wait(call, lines):
+    comm = make_ranks(4, CPU, 2, **dims(4, lines=lines))[2]
     comm.set_wait_limit(0.02)
     start_at(comm, 11)
-    flags(comm, call)[:, [0, 3]] = 13  # rank 1 never came
+    raise_flags(comm, call, [0, 3], 12)  # rank 1 never came
     o, lse, lens = random_partials(4, 3, 4, DIM, torch.float32, CPU)
     assert comm.failure() is None
     calls = {
@@ -255,6 +292,14 @@ def test_tilings_fit_the_limits():
                     assert tiling.block * row_bytes >= 32 * tiling.num_warps * 16
                     steps = -(-num_rows // tiling.block // tiling.grid)
                     assert tiling.slices <= max(steps, 1)
+        for num_lines in (1, 9, 432, 6912, 55296, 10**6):
+            for most in (1, 5, 512):
+                tiling = line_tiling(num_lines, size, most)
+                assert 1 <= tiling.grid <= most
+                assert tiling.block & (tiling.block - 1) == 0
+                # every thread has 16 bytes of a line
+                assert tiling.block * 128 >= 32 * tiling.num_warps * 16
+                assert tiling.slices == 1
     assert gather_tiling(1, 512).grid == 1
     assert gather_tiling(10**6, 512).grid <= 512
     # threads per SM times registers per thread stay within one Hopper SM
@@ -438,8 +483,9 @@ def test_the_baseline_of_the_benchmark_merges_too(fresh_seed):
 
 
 @interpreted
-def test_life_of_a_communicator():
-    comm = make_ranks(2, CPU, 2, **dims(4))[0]
+@both_exchanges
+def test_life_of_a_communicator(lines):
+    comm = make_ranks(2, CPU, 2, **dims(4, lines=lines))[0]
     local = comm._symmetric.local
     assert comm.buffer_bytes > local.nbytes > 0
     assert comm.transport == NoTransport(0, 2)

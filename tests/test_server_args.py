@@ -73,7 +73,7 @@ def test_fields_travel(tiny_model, tmp_path):
 
 def test_defaults_are_upstreams(tiny_model):
     args = parse("--model-path", str(tiny_model), "--tp", "8")
-    assert dcp_values(args) == (1, "auto", 1, False, "pass-kv")
+    assert dcp_values(args) == (1, "auto", 1, False, "auto")
     assert args.dcp_derived is None
     assert {"dcp_size", "dcp_comm_backend", "dcp_prefill"} <= {
         f.name for f in dataclasses.fields(args)

@@ -10,6 +10,7 @@ import torch
 
 from sglang_dcp.comm.nvlink import NvlinkCommunicator
 from sglang_dcp.comm.symmetric import virtual_rank
+from sglang_dcp.kernels.exchange_lines import LINE_BYTES
 from sglang_dcp.kernels.lse_merge import merge_partials
 from sglang_dcp.kernels.nvlink_exchange import MAX_SLICES
 from sglang_dcp.kernels.peer_signal import FLAG_WORDS, PeerState
@@ -48,23 +49,63 @@ def make_ranks(size, device, max_programs, **dims) -> list[NvlinkCommunicator]:
     return comms
 
 
+def uses_lines(comm: NvlinkCommunicator) -> bool:
+    """Whether all of its exchanges are line exchanges; otherwise none may be."""
+    assert comm.line_tokens in (0, comm.max_tokens)
+    return comm.line_tokens > 0
+
+
 def states(comm: NvlinkCommunicator) -> tuple[PeerState, PeerState]:
-    return comm._exchange_state, comm._gather_state
+    """Of the exchange in use, and of the gather."""
+    exchange = comm._line_state if uses_lines(comm) else comm._exchange_state
+    return exchange, comm._gather_state
+
+
+def max_line_bytes(lines: bool) -> int:
+    """For exchanges that are all line exchanges, or none."""
+    return 1 << 40 if lines else 0
 
 
 def flags(comm: NvlinkCommunicator, name: str) -> torch.Tensor:
-    """int32 [slices * lanes, FLAG_WORDS]: the flags that this rank waits for."""
+    """int32 [slices * lanes, FLAG_WORDS]: the flags that this rank waits for, none of lines."""
     start = comm._offsets[f"{name}_flags"]
     words = states(comm)[0].num_lanes * FLAG_WORDS * (MAX_SLICES if name == "exchange" else 1)
     return comm._symmetric.local[start:].view(torch.int32)[:words].view(-1, FLAG_WORDS)
 
 
+def line_words(comm: NvlinkCommunicator, epoch: int) -> torch.Tensor:
+    """int32 [N-1 slots, lines, 32]: the half that launch `epoch` of a line exchange reads."""
+    slots, lines = comm.dcp_size - 1, comm.line_tokens * comm.local_heads * comm._row_lines
+    start, size = comm._offsets["lines"], 2 * slots * lines * LINE_BYTES
+    region = comm._symmetric.local[start : start + size].view(torch.int32)
+    return region.view(2, slots, lines, LINE_BYTES // 4)[epoch & 1]
+
+
 def start_at(comm: NvlinkCommunicator, epoch: int, flag_epoch: int | None = None) -> None:
-    """As after launch `epoch`; with a later flag_epoch no wait ever waits."""
-    flag_epoch = epoch if flag_epoch is None else flag_epoch
-    for name, state in zip(("exchange", "gather"), states(comm), strict=True):
+    """As after launch `epoch`; with a later flag_epoch the next launch does not wait.
+
+    Nor does any until flag_epoch, unless it is of a line exchange.
+    """
+    for state in states(comm):
         state.counters.fill_(wrap(epoch))
-        flags(comm, name).fill_(wrap(flag_epoch))
+    raised = wrap(epoch if flag_epoch is None else flag_epoch)
+    flags(comm, "gather").fill_(raised)
+    if not uses_lines(comm):
+        flags(comm, "exchange").fill_(raised)
+    elif flag_epoch is not None:
+        line_words(comm, epoch + 1)[..., -1] = wrap(epoch + 1)
+    else:
+        for half in (0, 1):
+            line_words(comm, half)[..., -1] = raised
+
+
+def raise_flags(comm: NvlinkCommunicator, name: str, sources: list[int], epoch: int) -> None:
+    """As if these ranks had raised their flags in launch `epoch`."""
+    if name == "exchange" and uses_lines(comm):
+        slots = [(s - comm.rank - 1) % comm.dcp_size for s in sources]
+        line_words(comm, epoch)[slots, :, -1] = wrap(epoch)
+    else:
+        flags(comm, name)[:, sources] = wrap(epoch)
 
 
 def wrap(epoch: int) -> int:
@@ -72,15 +113,17 @@ def wrap(epoch: int) -> int:
     return (epoch + 2**31) % 2**32 - 2**31
 
 
-def half_views(comm: NvlinkCommunicator, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The o and lse elements of the half that launch `epoch` writes and reads."""
-    slots, rows = comm.dcp_size - 1, comm._row_capacity
+def half_views(comm: NvlinkCommunicator, epoch: int) -> list[torch.Tensor]:
+    """Bytes of the half that launch `epoch` writes and reads: lines, or o and lse."""
+    if uses_lines(comm):
+        return [line_words(comm, epoch).view(torch.uint8)]
+    rows = (comm.dcp_size - 1) * comm._row_capacity
     parts = []
-    for name, dtype, row in (("o", comm.dtype, comm.kv_lora_rank), ("lse", torch.float32, 1)):
-        start, count = comm._offsets[name], slots * rows * row
-        region = comm._symmetric.local[start : start + 2 * count * dtype.itemsize].view(dtype)
-        parts.append(region.view(2, count)[epoch & 1])
-    return parts[0], parts[1]
+    for name, row_bytes in (("o", comm.kv_lora_rank * comm.dtype.itemsize), ("lse", 4)):
+        start, size = comm._offsets[name], rows * row_bytes
+        region = comm._symmetric.local[start : start + 2 * size]
+        parts.append(region.view(2, size)[epoch & 1])
+    return parts
 
 
 def poison(comm: NvlinkCommunicator, epoch: int) -> None:
@@ -90,7 +133,7 @@ def poison(comm: NvlinkCommunicator, epoch: int) -> None:
     epoch + 2 only, which they start after they saw this rank in launch epoch + 1.
     """
     for part in half_views(comm, epoch):
-        part.fill_(float("nan"))
+        part.fill_(255)  # NaN in every format, and epoch -1 to a line
 
 
 def own_merge(

@@ -19,6 +19,8 @@ from sglang_dcp.comm.base import Communicator, GroupInfo
 from sglang_dcp.comm.registry import register_comm_backend
 from sglang_dcp.comm.symmetric import SymmetricBuffer, rendezvous
 from sglang_dcp.comm.transport import Transport
+from sglang_dcp.kernels.exchange_lines import LINE_BYTES, lines_per_row
+from sglang_dcp.kernels.line_exchange import line_exchange
 from sglang_dcp.kernels.lse_merge import LseBase
 from sglang_dcp.kernels.nvlink_exchange import MAX_SLICES, nvlink_exchange
 from sglang_dcp.kernels.nvlink_gather_q import nvlink_gather_q
@@ -31,6 +33,8 @@ from sglang_dcp.kernels.peer_signal import (
 )
 
 MAX_LANES = 512
+#: Received bytes of an exchange up to which lines beat flags (H=96, c=2: up to 32 tokens).
+MAX_LINE_BYTES = 3 << 19
 # While ranks compile, load and capture they may be minutes apart; in serving they are not.
 START_UP_WAIT_S = 600.0
 _NUM_WARPS = 4
@@ -59,6 +63,23 @@ def exchange_tiling(num_rows: int, row_bytes: int, num_ranks: int, max_programs:
     if num_rows > 1024 and num_ranks <= 4:
         block *= 2
     return _even(triton.cdiv(num_rows, block), block, num_warps, max(1, max_programs // (1 + full)))
+
+
+def line_tiling(num_lines: int, num_ranks: int, max_programs: int) -> Tiling:
+    """Division of the line exchange, where more programs cost nothing but their start.
+
+    Args:
+        num_lines: lines that a rank receives from one peer, B * Hl * `lines_per_row`.
+        num_ranks: N; a program holds its lines of all ranks in registers.
+        max_programs: largest grid of programs of _NUM_WARPS.
+    """
+    num_warps = 2 * _NUM_WARPS
+    # 16 bytes a thread
+    block = 32 * num_warps * _VEC_BYTES // LINE_BYTES
+    most_programs = max(1, max_programs // 2)
+    if num_ranks <= 4 and num_lines > 2 * block * most_programs:
+        block *= 2
+    return _even(triton.cdiv(num_lines, block), block, num_warps, most_programs)
 
 
 def gather_tiling(num_chunks: int, max_programs: int) -> Tiling:
@@ -90,6 +111,9 @@ class NvlinkCommunicator(Communicator):
         transport: names the group, and carries batches above max_tokens.
         allocate: from bytes to this rank's symmetric buffer; by default a rendezvous of the
             transport's process group.
+        max_line_bytes: largest exchange, in bytes that a rank receives, that `line_exchange` does:
+            one trip over the link instead of two, with 9/8 of the bytes. Larger ones are for
+            `nvlink_exchange`. The bits are the same.
         dims: as for `Communicator`.
 
     Raises:
@@ -99,9 +123,18 @@ class NvlinkCommunicator(Communicator):
     priority = 20
 
     def __init__(
-        self, transport: Transport, *, allocate: Allocate | None = None, **dims: Any
+        self,
+        transport: Transport,
+        *,
+        allocate: Allocate | None = None,
+        max_line_bytes: int = MAX_LINE_BYTES,
+        **dims: Any,
     ) -> None:
         super().__init__(transport, **dims)
+        row_bytes = self.kv_lora_rank * self.dtype.itemsize
+        token_bytes = (self.dcp_size - 1) * self.local_heads * row_bytes
+        self.line_tokens = min(self.max_tokens, max_line_bytes // token_bytes)
+        self._row_lines = lines_per_row(self.kv_lora_rank, self.dtype.itemsize)
         self._row_capacity = max(4, -(-self.max_tokens * self.local_heads // 4) * 4)
         self._offsets, num_bytes = self._regions()
         self._symmetric = (allocate or self._rendezvous)(num_bytes)
@@ -112,6 +145,7 @@ class NvlinkCommunicator(Communicator):
         self.set_wait_limit(START_UP_WAIT_S)
         self._tables = {name: self._symmetric.table(at) for name, at in self._offsets.items()}
         self._exchange_state = self._peer_state("exchange_flags")
+        self._line_state = self._peer_state("lines")
         self._gather_state = self._peer_state("gather_flags")
         # all its buffers are temporaries
         self._large = A2ACommunicator(transport, **{**dims, "max_tokens": 0})
@@ -167,21 +201,17 @@ class NvlinkCommunicator(Communicator):
         merged = self._take("merged", num_tokens, self.local_heads, self.kv_lora_rank)
         if num_tokens == 0:
             return merged
-        row_bytes = self.kv_lora_rank * self.dtype.itemsize
         num_rows = num_tokens * self.local_heads
-        return nvlink_exchange(
-            o,
-            lse,
-            lse_base,
-            local_lens,
-            merged,
-            self._tables["o"],
-            self._tables["lse"],
-            self._row_capacity,
-            self._exchange_state,
-            exchange_tiling(num_rows, row_bytes, self.dcp_size, self.max_programs),
-            merged_lse,
-        )
+        partials = o, lse, lse_base, local_lens, merged
+        if num_tokens <= self.line_tokens:
+            tiling = line_tiling(num_rows * self._row_lines, self.dcp_size, self.max_programs)
+            capacity = self.line_tokens * self.local_heads
+            return line_exchange(*partials, capacity, self._line_state, tiling, merged_lse)
+        row_bytes = self.kv_lora_rank * self.dtype.itemsize
+        tiling = exchange_tiling(num_rows, row_bytes, self.dcp_size, self.max_programs)
+        tables = self._tables["o"], self._tables["lse"]
+        state = self._exchange_state
+        return nvlink_exchange(*partials, *tables, self._row_capacity, state, tiling, merged_lse)
 
     def warm_up(self) -> None:
         """Compile for every batch size class and connect what larger batches need.
@@ -189,10 +219,9 @@ class NvlinkCommunicator(Communicator):
         Starts after a host barrier, with the long wait limit. To be called by all ranks.
         """
         self._symmetric.host_barrier()
-        num_tokens = 1
-        while num_tokens < self.max_tokens:
+        doublings = {1 << i for i in range(self.max_tokens.bit_length())}
+        for num_tokens in sorted(doublings | {max(1, self.line_tokens)}):
             self.run_once(num_tokens)
-            num_tokens *= 2
         self._large.run_once(1)
         super().warm_up()
 
@@ -206,7 +235,8 @@ class NvlinkCommunicator(Communicator):
 
     def failure(self) -> str | None:
         """What the first recorded wait that ran out says, or None; works after the CUDA error."""
-        for name, state in (("exchange", self._exchange_state), ("gather", self._gather_state)):
+        exchanges = ("exchange", self._exchange_state), ("exchange", self._line_state)
+        for name, state in (*exchanges, ("gather", self._gather_state)):
             for rank, peer, lane, epoch in state.report.tolist():
                 if rank >= 0:
                     return (
@@ -229,11 +259,13 @@ class NvlinkCommunicator(Communicator):
     def _regions(self) -> tuple[dict[str, int], int]:
         """Offset of each region of the symmetric buffer, and its size, in bytes."""
         item = self.dtype.itemsize
-        slots = 2 * (self.dcp_size - 1) * self._row_capacity
+        slots = 2 * (self.dcp_size - 1)
+        rows, line_rows = slots * self._row_capacity, slots * self.line_tokens * self.local_heads
         flag_bytes = MAX_LANES * FLAG_WORDS * 4
         sizes = {
-            "o": slots * self.kv_lora_rank * item,
-            "lse": slots * 4,
+            "o": rows * self.kv_lora_rank * item,
+            "lse": rows * 4,
+            "lines": line_rows * self._row_lines * LINE_BYTES,
             "q": self.max_tokens * self.num_heads * self.q_dim * item,
             "exchange_flags": MAX_SLICES * flag_bytes,
             "gather_flags": flag_bytes,

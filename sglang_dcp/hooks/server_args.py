@@ -111,12 +111,11 @@ DCP_PREFILL = ArgField(
             help="How prefill reads a cached prefix that is striped over the ranks: 'pass-kv' "
             "gathers the prefix, 'pass-q' sends the queries of the new tokens to every stripe. "
             "Both are exact. 'auto' takes the one that a cost model of bytes and FLOPs finds "
-            "faster, per batch: pass-q up to a few hundred new tokens on a long prefix. On GPUs "
-            "the kernels of 'pass-q' are tested, but it has not served there yet.",
+            "faster, per batch: pass-q up to a few hundred new tokens on a long prefix.",
             choices=list(MODES),
         ),
     ],
-    "pass-kv",
+    "auto",
 )
 DCP_DERIVED = ArgField("dcp_derived", Annotated[Optional[dict], Arg(no_cli=True)], None)  # noqa: UP045
 FIELDS = (

@@ -212,6 +212,29 @@ def nvlink_exchange_kernel(
             )
 
 
+def check_exchange(
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    lse_base: LseBase,
+    local_lens: torch.Tensor,
+    merged: torch.Tensor,
+    merged_lse: torch.Tensor | None,
+    num_ranks: int,
+) -> None:
+    """Shape and dtype invariants of an exchange over num_ranks ranks (host metadata only)."""
+    num_tokens, num_heads, dim = o.shape
+    check_partials(
+        o.expand(num_ranks, -1, -1, -1), lse.expand(num_ranks, -1, -1), local_lens, lse_base
+    )
+    assert merged.shape == (num_tokens, num_heads // num_ranks, dim), tuple(merged.shape)
+    assert merged.is_contiguous(), merged.stride()
+    assert merged.dtype == o.dtype, (merged.dtype, o.dtype)
+    if merged_lse is not None:
+        assert merged_lse.shape == merged.shape[:2], tuple(merged_lse.shape)
+        assert merged_lse.dtype == torch.float32, merged_lse.dtype
+        assert merged_lse.is_contiguous(), merged_lse.stride()
+
+
 def nvlink_exchange(
     o: torch.Tensor,
     lse: torch.Tensor,
@@ -249,19 +272,10 @@ def nvlink_exchange(
     num_tokens, num_heads, dim = o.shape
     num_ranks = state.num_ranks
     local_heads = num_heads // num_ranks
-    check_partials(
-        o.expand(num_ranks, -1, -1, -1), lse.expand(num_ranks, -1, -1), local_lens, lse_base
-    )
+    check_exchange(o, lse, lse_base, local_lens, merged, merged_lse, num_ranks)
     check_launch(state, tiling)
     num_rows = num_tokens * local_heads
     assert 0 < num_rows <= row_capacity, (num_rows, row_capacity)
-    assert merged.shape == (num_tokens, local_heads, dim), tuple(merged.shape)
-    assert merged.is_contiguous(), merged.stride()
-    assert merged.dtype == o.dtype, (merged.dtype, o.dtype)
-    if merged_lse is not None:
-        assert merged_lse.shape == merged.shape[:2], tuple(merged_lse.shape)
-        assert merged_lse.dtype == torch.float32, merged_lse.dtype
-        assert merged_lse.is_contiguous(), merged_lse.stride()
     assert 1 <= tiling.slices <= MAX_SLICES, tiling
     nvlink_exchange_kernel[(tiling.grid,)](
         o,

@@ -86,7 +86,8 @@ class PeerState:
         rank: own rank r.
         num_ranks: N, a power of two of at most FLAG_WORDS.
         flags: int64 [N], address of each rank's flags of this kernel, seen from this rank:
-            int32 [slices][num_lanes][FLAG_WORDS], column s raised by source s.
+            int32 [slices][num_lanes][FLAG_WORDS], column s raised by source s. For
+            `line_exchange`, whose data carry their flags, the region of its lines.
         counters: int32 [num_lanes], the epoch of this kernel's last launch in every element.
         limit_ns: int64 [1], how long a wait may last, read by the waiting kernel.
         report: int32 [num_lanes, REPORT_WORDS] in host memory that the GPU can write.
@@ -115,7 +116,8 @@ class Tiling:
     """How a kernel divides its rows; equal on all ranks for equal batches (rule 1).
 
     Attributes:
-        block: rows (exchange) or 16-byte chunks (gather) of one step of a program, a power of two.
+        block: rows (exchange), lines (line_exchange) or 16-byte chunks (gather) of one step of a
+            program, a power of two.
         num_warps: warps of a program.
         grid: programs, at most `resident_programs` and the lanes of the PeerState.
         slices: parts after each of which flags are raised.
@@ -185,21 +187,28 @@ def wait_for_peers(
         lead = tl.atomic_add(own_flags, 0, mask=peers, sem="acquire", scope="sys") - epoch
         spins += 1
         if spins % SPINS_PER_CHECK == 0:
-            if INTERPRETED:
-                now = tl.full([], 0, tl.int64) + spins * INTERPRETED_SPIN_NS
-            else:
-                # threads read different times; the reduction makes one of them, for all warps
-                now = tl.max(tl.zeros([1024], tl.int64) + globaltimer(), 0)
-            started = tl.where(started == 0, now, started)
-            if now - started > tl.load(limit_ptr):
+            started, over = out_of_time(started, spins, limit_ptr, INTERPRETED)
+            if over:
                 late = tl.min(tl.where(peers & (lead < 0), n, N), 0)
                 if late < N:
-                    _give_up(report_ptr, rank, late, lane, epoch, INTERPRETED)
+                    give_up(report_ptr, rank, late, lane, epoch, INTERPRETED)
     tl.debug_barrier()
 
 
 @triton.jit
-def _give_up(report_ptr, rank, peer, lane, epoch, INTERPRETED: tl.constexpr):
+def out_of_time(started, spins, limit_ptr, INTERPRETED: tl.constexpr):
+    """(started, over) of a wait, started being 0 at the first call; the same in all threads."""
+    if INTERPRETED:
+        now = tl.full([], 0, tl.int64) + spins * INTERPRETED_SPIN_NS
+    else:
+        # threads read different times; the reduction makes one of them, for all warps
+        now = tl.max(tl.zeros([1024], tl.int64) + globaltimer(), 0)
+    started = tl.where(started == 0, now, started)
+    return started, now - started > tl.load(limit_ptr)
+
+
+@triton.jit
+def give_up(report_ptr, rank, peer, lane, epoch, INTERPRETED: tl.constexpr):
     """Tell the host who waited for whom, then end the kernel with an error."""
     word = tl.arange(0, 4)
     record = tl.where(word == 0, rank, tl.where(word == 1, peer, tl.where(word == 2, lane, epoch)))
@@ -237,11 +246,17 @@ def advance(
 
     To be called after the last signal, and before the wait, which hides it.
     """
+    advance_counters(cnt_ptr, epoch, num_lanes, BLOCK_LANES)
     lane, grid = tl.program_id(0), tl.num_programs(0)
-    lanes = lane + tl.arange(0, BLOCK_LANES) * grid
-    tl.store(cnt_ptr + lanes, epoch, mask=lanes < num_lanes)
     if epoch % REFRESH == 0:
         peers = tl.arange(0, N) != rank
         for ahead in range(0, num_lanes - lane, grid):
             for s in tl.static_range(SLICES):
                 tl.store(peer_flags + (s * num_lanes + ahead) * WORDS, epoch, mask=peers)
+
+
+@triton.jit
+def advance_counters(cnt_ptr, epoch, num_lanes, BLOCK_LANES: tl.constexpr):
+    """Advance this program's counters."""
+    lanes = tl.program_id(0) + tl.arange(0, BLOCK_LANES) * tl.num_programs(0)
+    tl.store(cnt_ptr + lanes, epoch, mask=lanes < num_lanes)

@@ -31,6 +31,7 @@ pytestmark = [
     pytest.mark.skipif(NUM_GPUS < 2, reason="needs two CUDA GPUs with peer access"),
 ]
 DIM, ROPE, MAX_TOKENS = 512, 64, 64
+LINES = {"flags": 0, "lines": 1 << 40, "mixed": 1 << 17}  # bytes up to which lines are used
 EPOCH = 2**31 - 40
 
 
@@ -44,7 +45,7 @@ def connect(rank, size):
     return device, transport
 
 
-def make_comm(device, transport, num_heads, dtype, jitter_us=0):
+def make_comm(device, transport, num_heads, dtype, max_line_bytes, jitter_us=0):
     comm = NvlinkCommunicator(
         transport,
         num_heads=num_heads,
@@ -53,10 +54,11 @@ def make_comm(device, transport, num_heads, dtype, jitter_us=0):
         max_tokens=MAX_TOKENS,
         dtype=dtype,
         device=device,
+        max_line_bytes=max_line_bytes,
     )
     comm.warm_up()
     comm.set_wait_limit(20)
-    for name in ("_exchange_state", "_gather_state"):
+    for name in ("_exchange_state", "_line_state", "_gather_state"):
         setattr(comm, name, dataclasses.replace(getattr(comm, name), jitter_us=jitter_us))
     torch.cuda.synchronize()
     dist.barrier()
@@ -102,9 +104,10 @@ class Layers:
         ]
 
 
-def mixed_steps(rank, size, num_heads, dtype, jitter_us, seed):
+def mixed_steps(rank, size, num_heads, dtype, jitter_us, max_line_bytes, seed):
     device, transport = connect(rank, size)
-    comm = make_comm(device, transport, num_heads, dtype, jitter_us)
+    comm = make_comm(device, transport, num_heads, dtype, max_line_bytes, jitter_us)
+    one_kernel = comm.line_tokens in (0, MAX_TOKENS)
     torch.manual_seed(seed)  # all ranks know all inputs
     pick = random.Random(seed)  # and take the same steps
     layers = {
@@ -120,7 +123,8 @@ def mixed_steps(rank, size, num_heads, dtype, jitter_us, seed):
             layers[n].run()
     torch.cuda.synchronize()
     dist.barrier()
-    start_at(comm, EPOCH)
+    if one_kernel:
+        start_at(comm, EPOCH)
     torch.cuda.synchronize()
     dist.barrier()
     wrong, ran, epoch = [], set(), EPOCH
@@ -133,17 +137,19 @@ def mixed_steps(rank, size, num_heads, dtype, jitter_us, seed):
         graphs[n].replay() if replay else layers[n].run()
         ran.add(n)
         epoch += 3 if n <= MAX_TOKENS else 0
-        poison(comm, epoch)
+        if one_kernel:
+            poison(comm, epoch)
         if pick.random() < 0.3:
             wrong += [(step, n, i) for i in layers[n].wrong()]
     wrong += [(n, i) for n in ran for i in layers[n].wrong()]
-    assert all(state.counters.eq(wrap(epoch)).all() for state in states(comm))
+    if one_kernel:
+        assert all(state.counters.eq(wrap(epoch)).all() for state in states(comm))
     torch.cuda.synchronize()
     assert comm.failure() is None
     # a second communicator on the same GPUs, after the first one is gone
     graphs.clear()
     comm.destroy()
-    second = make_comm(device, transport, num_heads, dtype)
+    second = make_comm(device, transport, num_heads, dtype, max_line_bytes)
     again = Layers(second, 5, num_heads, dtype, device)
     again.run()
     wrong += [("second", i) for i in again.wrong()]
@@ -151,30 +157,39 @@ def mixed_steps(rank, size, num_heads, dtype, jitter_us, seed):
     return wrong
 
 
+@pytest.mark.parametrize("max_line_bytes", LINES.values(), ids=LINES)
 @pytest.mark.parametrize("jitter_us", [0, 30])
 @pytest.mark.parametrize("size", [n for n in (2, 4, 8) if n <= NUM_GPUS])
 @pytest.mark.parametrize(("num_heads", "dtype"), [(96, torch.bfloat16), (16, torch.float16)])
-def test_graphs_and_eager_calls_mix(size, num_heads, dtype, jitter_us, fresh_seed):
-    results = run_ranks(size, mixed_steps, num_heads, dtype, jitter_us, fresh_seed)
+def test_graphs_and_eager_calls_mix(size, num_heads, dtype, jitter_us, max_line_bytes, fresh_seed):
+    settings = num_heads, dtype, jitter_us, max_line_bytes
+    results = run_ranks(size, mixed_steps, *settings, fresh_seed)
     assert results == [[]] * size
 
 
-def one_leaves(rank, size):
+def one_leaves(rank, size, call, max_line_bytes):
     device, transport = connect(rank, size)
-    comm = make_comm(device, transport, 16, torch.bfloat16)
+    comm = make_comm(device, transport, 16, torch.bfloat16, max_line_bytes)
+    o, lse, lens = random_partials(size, 3, 16, DIM, torch.bfloat16, device)
     comm.set_wait_limit(1.0)
     torch.cuda.synchronize()
     dist.barrier()
     if rank == 0:
         time.sleep(4)
         return
-    comm.run_once(3)
+    if call == "gather":
+        comm.run_once(3)
+    else:
+        comm.exchange_merge(o[rank], lse[rank], "e", lens)
     try:
         torch.cuda.synchronize()
     except RuntimeError as e:
         raise AssertionError(comm.failure()) from e
 
 
-def test_a_missing_rank_is_named_in_time():
-    with pytest.raises(AssertionError, match="rank 1 waited for rank 0 in the gather kernel"):
-        run_ranks(2, one_leaves, timeout_s=120)
+@pytest.mark.parametrize(
+    ("call", "lines"), [("exchange", False), ("exchange", True), ("gather", False)]
+)
+def test_a_missing_rank_is_named_in_time(call, lines):
+    with pytest.raises(AssertionError, match=f"rank 1 waited for rank 0 in the {call} kernel"):
+        run_ranks(2, one_leaves, call, LINES["lines" if lines else "flags"], timeout_s=120)

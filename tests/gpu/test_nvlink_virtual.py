@@ -18,6 +18,7 @@ from support import assert_close, attention_ref, clean_env
 from virtual_nvlink import (
     batches,
     make_ranks,
+    max_line_bytes,
     own_merge,
     poison,
     random_partials,
@@ -35,24 +36,24 @@ pytestmark = [
 ROPE, MAX_TOKENS, PROGRAMS = 64, 16, 8
 LENS = [1, 7, 64, 3, 2, 33, 8, 9, 1, 40, 5, 64, 6, 1, 2, 12]  # short ones leave ranks empty
 WRAP = 2**31 - 3
+both_exchanges = pytest.mark.parametrize("lines", [False, True], ids=["flags", "lines"])
 GRID = [(2, h) for h in (12, 16, 96, 128)] + [(4, h) for h in (12, 16, 96, 128)]
 GRID += [(8, h) for h in (16, 96, 128)]
 CYCLES_PER_US = 1500
 
 
 def in_earnest(comms, epoch, sequence, outputs):
-    """Run sequence(comm) on every rank: without waits, then after epoch `epoch` on NaN outputs."""
+    """Run sequence(comm) on every rank: without waits, then after epoch `epoch` on NaN outputs.
+
+    Each part holds one launch of each kernel at most.
+    """
     streams = [torch.cuda.Stream() for _ in comms]
-    for comm in comms:
-        start_at(comm, epoch - 2**20, flag_epoch=epoch)
     torch.cuda.synchronize()
     for comm, stream in zip(comms, streams, strict=True):
         with torch.cuda.stream(stream):
             for part in sequence(comm):
+                start_at(comm, epoch - 2**20, flag_epoch=epoch)
                 part()
-        torch.cuda.synchronize()
-        for other in comms:
-            start_at(other, epoch - 2**20, flag_epoch=epoch)
         torch.cuda.synchronize()
     for comm in comms:
         start_at(comm, epoch)
@@ -138,9 +139,10 @@ def layer(step, comm, dim, scale):
     return run
 
 
+@both_exchanges
 @pytest.mark.parametrize(("dim", "dtype"), [(512, torch.bfloat16), (256, torch.float16)])
 @pytest.mark.parametrize(("size", "num_heads"), GRID)
-def test_layer_equals_unsharded_attention_and_a2a(size, num_heads, dim, dtype):
+def test_layer_equals_unsharded_attention_and_a2a(size, num_heads, dim, dtype, lines):
     device = torch.device("cuda")
     comms = make_ranks(
         size,
@@ -151,6 +153,7 @@ def test_layer_equals_unsharded_attention_and_a2a(size, num_heads, dim, dtype):
         qk_rope_head_dim=ROPE,
         max_tokens=MAX_TOKENS,
         dtype=dtype,
+        max_line_bytes=max_line_bytes(lines),
     )
     scale = (dim + ROPE) ** -0.5
     steps = [
@@ -175,13 +178,14 @@ def test_layer_equals_unsharded_attention_and_a2a(size, num_heads, dim, dtype):
         assert_close(torch.cat(step.merged, 1), unsharded)
 
 
+@both_exchanges
 @pytest.mark.parametrize("jitter_us", [0, 60])
 @pytest.mark.parametrize("lse_base", ["e", "2"])
 @pytest.mark.parametrize(
     ("size", "num_heads", "dtype"),
     [(2, 12, torch.float16), (4, 96, torch.bfloat16), (8, 16, torch.bfloat16)],
 )
-def test_back_to_back_launches(size, num_heads, dtype, lse_base, jitter_us):
+def test_back_to_back_launches(size, num_heads, dtype, lse_base, jitter_us, lines):
     """Alternating batches with nothing between, over the wrap; what was read is poisoned."""
     device, dim, count = torch.device("cuda"), 512, 60
     comms = make_ranks(
@@ -193,11 +197,12 @@ def test_back_to_back_launches(size, num_heads, dtype, lse_base, jitter_us):
         qk_rope_head_dim=ROPE,
         max_tokens=MAX_TOKENS,
         dtype=dtype,
+        max_line_bytes=max_line_bytes(lines),
     )
     for comm in comms:
-        comm._exchange_state = dataclasses.replace(
-            comm._exchange_state, jitter_us=jitter_us, refresh_epochs=16
-        )
+        for name in ("_exchange_state", "_line_state"):
+            state = dataclasses.replace(getattr(comm, name), jitter_us=jitter_us, refresh_epochs=16)
+            setattr(comm, name, state)
     sizes = batches(MAX_TOKENS, count)
     inputs = {n: random_partials(size, n, num_heads, dim, dtype, device) for n in set(sizes)}
     got = [
@@ -237,7 +242,7 @@ import torch
 from virtual_nvlink import make_ranks, random_partials
 device = torch.device("cuda")
 comm, _ = make_ranks(2, device, 4, num_heads=4, kv_lora_rank=512, qk_rope_head_dim=64,
-                     max_tokens=4, dtype=torch.bfloat16)
+                     max_tokens=4, dtype=torch.bfloat16, max_line_bytes={lines})
 comm.set_wait_limit(0.5)
 o, lse, lens = random_partials(2, 3, 4, 512, torch.bfloat16, device)
 if "{call}" == "exchange":
@@ -252,11 +257,14 @@ except RuntimeError:
 """
 
 
-@pytest.mark.parametrize("call", ["exchange", "gather"])
-def test_a_dead_peer_traps_and_is_named(call):
+@pytest.mark.parametrize(
+    ("call", "lines"), [("exchange", False), ("exchange", True), ("gather", False)]
+)
+def test_a_dead_peer_traps_and_is_named(call, lines):
     env = clean_env() | {"PYTHONPATH": ":".join(p for p in sys.path if p)}
+    program = ALONE.replace("{call}", call).replace("{lines}", str(max_line_bytes(lines)))
     done = subprocess.run(
-        [sys.executable, "-c", ALONE.replace("{call}", call)],
+        [sys.executable, "-c", program],
         env=env,
         capture_output=True,
         text=True,
