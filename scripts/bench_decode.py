@@ -2,6 +2,7 @@
 """Decode time per step of DCP against upstream TP, on one machine, through the real server.
 
     scripts/bench_decode.py --model k3ish --tp 2 --dcp-size 2 --json FILE --plot FILE.png
+    scripts/bench_decode.py --native SITE_PACKAGES    # beside the DCP of a later SGLang
     scripts/bench_decode.py --url http://127.0.0.1:30000 --shapes 1x4096 8x131072
 
 Each server gets the same random prompts of each shape (batch x context tokens); prefill is cached
@@ -142,12 +143,14 @@ def run_own(
         max_batch=args.max_batch,
         mem_fraction_static=args.mem_fraction_static,
     )
-    command += args.server_args if config.dcp_size > 1 else []
+    if config.native_site is None and config.dcp_size > 1:
+        command += args.server_args
+    site = {"PYTHONPATH": config.native_site} if config.native_site else {}
     log = args.log_dir / f"bench-{config.label.replace(' ', '-')}.log"
     board.doing(f"{config.label} starts")
     with (
         gpus.take() as env,
-        Server(command, log, module, env, args.start_timeout_s) as server,
+        Server(command, log, module, env | site, args.start_timeout_s) as server,
     ):
         board.done(f"{config.label}: up in {server.startup_s:.0f} s")
         rows = measure_all(server, read_log, config, args, ground, board)
@@ -181,6 +184,8 @@ def run_sweep(args: argparse.Namespace, gpu: GpuSpec | None) -> Iterator[dict[st
     ground = Ground(load_model(str(folder)), gpu, args.tp, vocab_size=4000)
     configs = [Config(backend, 1, "") for backend in args.baselines]
     configs += [Config(args.backend, args.dcp_size, comm) for comm in args.comm]
+    if args.native:
+        configs.append(Config(args.native_backend, args.dcp_size, "a2a", str(args.native)))
     board = Board(len(configs) * (1 + len(args.shapes)))
     with board.progress:
         gpus = GpuSets(args.parallel, args.tp, torch.cuda.device_count())
@@ -252,6 +257,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "to the first",
     )
     own.add_argument(
+        "--native",
+        type=Path,
+        metavar="DIR",
+        help="packages of SGLang 0.5.17 or later, whose own DCP (a2a) is measured too",
+    )
+    own.add_argument(
+        "--native-backend", default="flashinfer", metavar="NAME", help="default flashinfer"
+    )
+    own.add_argument(
         "--mem-fraction-static", type=float, default=0.6, metavar="F", help="default 0.6"
     )
     own.add_argument(
@@ -291,6 +305,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         raise ValueError(
             f"--parallel {args.parallel} with --tp {args.tp}: servers that are timed need GPUs of "
             f"their own, and this machine has {torch.cuda.device_count()}. Lower --parallel."
+        )
+    if args.native and not (args.native / "sglang").is_dir():
+        raise ValueError(
+            f"--native {args.native} was asked for: it must be a folder with the package sglang, "
+            "and holds none. Give the site-packages of an environment with SGLang 0.5.17 or later."
         )
     args.log_dir = args.log_dir or Path(tempfile.mkdtemp())
     if args.plot:

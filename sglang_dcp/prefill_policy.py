@@ -2,7 +2,8 @@
 
 Both variants are exact, so only time is at stake. Costs are FLOPs and bytes of one layer on one
 rank (`planner.crossover` counts them; arXiv 2411.01783 for the question, MLA's answer differs)
-over rates that are measured per machine. Nothing here knows SGLang or torch.
+over rates that are measured per machine. Prefill runs without graphs, so a layer takes what its
+launches take if that is longer. Nothing here knows SGLang or torch.
 
 Legend: c = dcp_size, H = gathered heads (those of c ranks).
 """
@@ -43,7 +44,7 @@ ROW_TILE = 64
 
 @dataclass(frozen=True)
 class PrefillRates:
-    """What a machine achieves in long kernels, and what a layer costs besides.
+    """What a machine achieves in long kernels, and what the launches of a layer take its host.
 
     Attributes:
         absorbed_flops_per_s: attention 576 wide over a latent cache.
@@ -51,21 +52,26 @@ class PrefillRates:
         gemm_flops_per_s: kv_b_proj.
         hbm_bytes_per_s: device memory.
         link_bytes_per_s: one GPU's traffic in one direction, both directions busy.
-        pass_q_slice_us: launches and waits of one layer of pass-Q, per slice of tokens.
-        pass_kv_layer_us: the same of one layer of pass-KV.
+        layer_host_us: launches of a layer without a prefix.
+        pass_q_layer_us, pass_q_slice_us: what pass-Q adds, per layer and per slice of tokens.
+        pass_kv_layer_us, pass_kv_chunk_us: what pass-KV adds, per layer and per chunk of prefixes.
         source: hardware and method.
     """
 
-    absorbed_flops_per_s: float = 530e12
-    mha_flops_per_s: float = 550e12
+    absorbed_flops_per_s: float = 600e12
+    mha_flops_per_s: float = 650e12
     gemm_flops_per_s: float = 650e12
     hbm_bytes_per_s: float = 4.3e12
     link_bytes_per_s: float = 383e9
-    pass_q_slice_us: float = 90.0
-    pass_kv_layer_us: float = 120.0
+    layer_host_us: float = 4000.0
+    pass_q_layer_us: float = 650.0
+    pass_q_slice_us: float = 600.0
+    pass_kv_layer_us: float = 300.0
+    pass_kv_chunk_us: float = 600.0
     source: str = (
-        "H200: FlashMLA 96 heads 8 x 131072 411 us, HBM and peer copies measured; MHA and GEMM "
-        "rates and latencies are estimates"
+        "two H200, 12 layers, 96 heads, FlashMLA, scripts/results/bench_prefill_tp2_dcp2.json: "
+        "attention from 1280 to 25600 new tokens on about 110000, host times from 8192 + 64 and "
+        "128000 + 64; HBM and peer copies measured; the GEMM rate is an estimate"
     )
 
 
@@ -114,6 +120,7 @@ class PrefillCosts:
         num_heads: H.
         dcp_size: c.
         slice_tokens: new tokens that one round of pass-Q moves at most.
+        chunk_tokens: prefix tokens that pass-KV reads at a time.
         rates: of the machine.
     """
 
@@ -121,12 +128,26 @@ class PrefillCosts:
     num_heads: int
     dcp_size: int
     slice_tokens: int
+    chunk_tokens: int
     rates: PrefillRates = PrefillRates()
 
     def pass_q_us(self, new_lens: Sequence[int], prefix_lens: Sequence[int]) -> float:
+        """The longer one of what pass-Q takes GPU and host."""
+        rates, moved_tokens = self.rates, _moved_tokens(new_lens, prefix_lens)
+        num_slices = -(-moved_tokens // self.slice_tokens)
+        host_us = rates.pass_q_layer_us + num_slices * rates.pass_q_slice_us
+        return max(self._pass_q_gpu_us(new_lens, prefix_lens), rates.layer_host_us + host_us)
+
+    def pass_kv_us(self, new_lens: Sequence[int], prefix_lens: Sequence[int]) -> float:
+        """The longer one of what pass-KV takes GPU and host."""
+        rates, num_chunks = self.rates, -(-sum(prefix_lens) // self.chunk_tokens)
+        host_us = rates.pass_kv_layer_us + num_chunks * rates.pass_kv_chunk_us
+        return max(self._pass_kv_gpu_us(new_lens, prefix_lens), rates.layer_host_us + host_us)
+
+    def _pass_q_gpu_us(self, new_lens: Sequence[int], prefix_lens: Sequence[int]) -> float:
         """Absorbed queries of all heads visit every stripe; the fresh part is absorbed too."""
         model, rates, heads = self.model, self.rates, self.num_heads
-        moved_tokens = sum(n for n, p in zip(new_lens, prefix_lens, strict=True) if p)
+        moved_tokens = _moved_tokens(new_lens, prefix_lens)
         rows_by_keys = sum(
             -(-n * heads // ROW_TILE) * ROW_TILE * p
             for n, p in zip(new_lens, prefix_lens, strict=True)
@@ -138,10 +159,9 @@ class PrefillCosts:
         )
         fresh_s = pass_q_flops(model) * self._fresh_pairs(new_lens) / rates.absorbed_flops_per_s
         link_s = self._link_s(moved_tokens * heads * pass_q_bytes(model))
-        num_slices = -(-moved_tokens // self.slice_tokens)
-        return num_slices * rates.pass_q_slice_us + (attention_s + fresh_s + link_s) * 1e6
+        return (attention_s + fresh_s + link_s) * 1e6
 
-    def pass_kv_us(self, new_lens: Sequence[int], prefix_lens: Sequence[int]) -> float:
+    def _pass_kv_gpu_us(self, new_lens: Sequence[int], prefix_lens: Sequence[int]) -> float:
         """Latent prefixes go to every rank, which expands and attends to them with its heads."""
         model, rates, own_heads = self.model, self.rates, self.num_heads / self.dcp_size
         prefix_tokens = sum(prefix_lens)
@@ -156,7 +176,7 @@ class PrefillCosts:
         )
         fresh_s = pass_kv_flops(model) * self._fresh_pairs(new_lens) / rates.mha_flops_per_s
         link_s = self._link_s(prefix_tokens * latent_bytes(model))
-        return rates.pass_kv_layer_us + (expand_s + attention_s + fresh_s + link_s) * 1e6
+        return (expand_s + attention_s + fresh_s + link_s) * 1e6
 
     def crossover_tokens(self, prefix_tokens: int, most: int = 1 << 20) -> int:
         """Fewest new tokens of one request at which pass-Q is not faster; `most` if none is."""
@@ -190,6 +210,11 @@ class PrefillCosts:
         written = model.qk_nope_head_dim + model.v_head_dim
         copied = 2 * model.qk_nope_head_dim + model.qk_rope_head_dim
         return (written + copied) * ACTIVATION_BYTES
+
+
+def _moved_tokens(new_lens: Sequence[int], prefix_lens: Sequence[int]) -> int:
+    """New tokens of requests with a prefix."""
+    return sum(n for n, p in zip(new_lens, prefix_lens, strict=True) if p)
 
 
 class PrefillPolicy:

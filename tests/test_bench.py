@@ -214,10 +214,15 @@ class FakeServer(Client):
         self, command: list[str], log: Path, module: str, env: Any, start_timeout_s: float
     ) -> None:
         super().__init__("http://nowhere")
-        assert env == {"CUDA_VISIBLE_DEVICES": "0,1"}
+        native = "PYTHONPATH" in env
+        assert env == {"CUDA_VISIBLE_DEVICES": "0,1"} | (
+            {"PYTHONPATH": str(log.parent / "site")} if native else {}
+        )
         self.log_path, self.startup_s = log, 1.0
         self.step_ms = 1.0 if "--dcp-size" in command else 2.0
-        assert module == ("sglang_dcp" if "--dcp-size" in command else "sglang") + ".launch_server"
+        ours = "--dcp-size" in command and not native
+        assert module == ("sglang_dcp" if ours else "sglang") + ".launch_server"
+        assert ("--dcp-replicate-q-proj" in command) == ours
         log.write_text("max_total_num_tokens=123456, x\n")
 
     def __enter__(self) -> "FakeServer":
@@ -242,11 +247,14 @@ def test_sweep_over_own_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     sizes = ["--tp", "2", "--dcp-size", "2", "--comm", "a2a", "--baselines", "flashmla"]
     shapes = ["--shapes", "2x64", "1x8", "--gpu", "h200", "--git-hash", "abc"]
     files = ["--log-dir", str(tmp_path), "--json", str(result)]
-    assert script.main([*sizes, *shapes, *files]) == 0
+    (tmp_path / "site" / "sglang").mkdir(parents=True)
+    more = ["--native", str(tmp_path / "site"), "--server-args=--dcp-replicate-q-proj"]
+    assert script.main([*sizes, *shapes, *files, *more]) == 0
     record = json.loads(result.read_text())
     assert (record["git_hash"], record["hardware"]) == ("abc", "2 x h200")
-    upstream, ours = record["runs"]
+    upstream, ours, native = record["runs"]
     assert (upstream["dcp_size"], ours["dcp_size"], ours["comm"]) == (1, 2, "a2a")
+    assert native["label"] == "native dcp2 flashinfer a2a"
     assert ours["max_total_num_tokens"] == 123456
     for row in ours["rows"]:
         assert row["step_p50_ms"] == row["step_p95_ms"] == pytest.approx(1.0)
@@ -278,7 +286,7 @@ def test_ports_are_not_those_of_outgoing_connections() -> None:
 
 def test_wrong_arguments_start_nothing() -> None:
     script = load_script("bench_decode")
-    for wrong in (["--shapes", "8x128K"], ["--gpu", "h9000"]):
+    for wrong in (["--shapes", "8x128K"], ["--gpu", "h9000"], ["--native", "/nowhere"]):
         with pytest.raises(SystemExit, match="error: "):
             script.main(wrong)
 

@@ -295,13 +295,30 @@ K3ISH = PRESET_CONFIGS["deepseek-v2-lite"] | {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("batch", "context", "measured_ms"), [(1, 4096, 1.79), (1, 131072, 2.28), (32, 16384, 3.37)]
-)
-def test_step_prediction_against_measured_steps(batch, context, measured_ms):
+# (dcp 1, dcp 2 with nvlink), scripts/results/bench_decode_tp2_dcp2.json
+MEASURED_STEPS = {(1, 4096): (2.099, 2.216), (1, 131072): (2.253, 2.028),
+                  (32, 16384): (3.384, 3.054), (8, 131072): (5.028, 4.147)}  # fmt: skip
+
+
+@pytest.mark.parametrize("dcp_size", [1, 2])
+@pytest.mark.parametrize("shape", MEASURED_STEPS)
+def test_step_prediction_against_measured_steps(shape, dcp_size):
     model = shape_from_config(K3ISH, "12 layers", "test")
-    request = PlanRequest(model, H200, 2, 2, context, batch, mem_fraction=0.6)
-    assert dcp_option(request, 1).predicted_step_ms == pytest.approx(measured_ms, rel=0.1)
+    batch, context = shape
+    request = PlanRequest(
+        model, H200, 2, 2, context, batch, mem_fraction=0.6, communicator="nvlink"
+    )
+    measured_ms = MEASURED_STEPS[shape][dcp_size - 1]
+    assert dcp_option(request, dcp_size).predicted_step_ms == pytest.approx(measured_ms, rel=0.15)
+
+
+def test_a_short_step_is_the_hosts():
+    model = shape_from_config(K3ISH, "12 layers", "test")
+    request = PlanRequest(model, H200, 2, 2, 1024, 1, mem_fraction=0.6)
+    plan = make_plan(request)
+    assert {option.predicted_step_ms for option in plan.options} == {2.29}
+    assert plan.fastest_dcp_size == 1
+    assert any("the host needs" in line for line in advice(plan))
 
 
 def test_capacity_against_a_server():

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from sglang.srt.distributed import parallel_state
+from sglang.srt.environ import envs as sglang_envs
 from sglang.srt.server_args import get_global_server_args
 
 from sglang_dcp import envs, state
@@ -103,6 +104,7 @@ def _make_policy(server_args: Any, comm: Communicator) -> PrefillPolicy:
         num_heads=comm.num_heads,
         dcp_size=comm.dcp_size,
         slice_tokens=max(limits.slice_tokens, 1),
+        chunk_tokens=sglang_envs.SGLANG_MAX_KV_CHUNK_CAPACITY.get(),  # fits the workspace by now
         rates=PrefillRates() if path is None else load_rates(path),
     )
     if server_args.dcp_prefill == "auto":

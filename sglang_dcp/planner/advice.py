@@ -104,6 +104,8 @@ def _speed(plan: Plan) -> str:
     head = f"Lowest predicted {what}: dcp {best.dcp_size}, {format_ms(_step_ms(best))}"
     if len(plan.options) == 1:
         return f"{head}; TP {plan.request.tp_size} leaves no other choice."
+    if _step_ms(best) <= plan.request.constants.step.host_step_us * 1e-3:
+        return f"{head}: what the host needs for a step; dcp makes no shorter one."
     if best.dcp_size == 1:
         return f"{head}: at this batch and context the exchange costs more than it saves."
     saved_ms = plain.attention_step_ms - best.attention_step_ms + best.exchange_ms

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-_TWO_H200 = (
-    "two H200, NVLink NV18, 96 heads x 512, bf16, CUDA-graph replay; "
-    "scripts/results/bench_exchange_c2.json"
-)
+_TWO_H200 = "two H200, NVLink NV18, 96 heads x 512, bf16, CUDA-graph replay; scripts/results/"
+_NVLINK_RUN = _TWO_H200 + "bench_exchange_c2.json"
+_NCCL_RUN = _TWO_H200 + "bench_exchange_c2_flags.json"
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class ExchangeTable:
     num_heads: int = 96
     link_bytes_per_s: float = 450e9
     is_estimate: bool = False
-    source: str = _TWO_H200
+    source: str = _NVLINK_RUN
 
     def __post_init__(self) -> None:
         lengths = {len(self.batches), len(self.gather_us), len(self.exchange_us)}
@@ -51,21 +50,21 @@ class ExchangeTable:
 EXCHANGE_TABLES: dict[str, ExchangeTable] = {
     "nvlink": ExchangeTable(
         batches=(1, 16, 64, 128),
-        gather_us=(5.1, 8.2, 15.1, 25.4),
-        exchange_us=(5.7, 9.9, 18.3, 30.7),
-        source=_TWO_H200 + "; one kernel each",
+        gather_us=(6.1, 7.8, 17.1, 25.6),
+        exchange_us=(4.2, 8.3, 20.4, 31.1),
+        source=_NVLINK_RUN + "; one kernel each",
     ),
     "a2a": ExchangeTable(
         batches=(1, 16, 64, 128),
         gather_us=(8.9, 18.2, 35.8, 53.0),
         exchange_us=(12.5, 20.6, 34.4, 56.7),
-        source=_TWO_H200 + "; pack + NCCL all-gather, and pack + NCCL all-to-all + merge",
+        source=_NCCL_RUN + "; pack + NCCL all-gather, and pack + NCCL all-to-all + merge",
     ),
     "ag_rs": ExchangeTable(
         batches=(1, 16, 64, 128),
         gather_us=(10.6, 19.7, 35.5, 53.2),
         exchange_us=(17.8, 38.9, 63.8, 103.1),
-        source=_TWO_H200 + "; NCCL all-gather of the LSE, weighing, NCCL reduce-scatter in float32",
+        source=_NCCL_RUN + "; NCCL all-gather of the LSE, weighing, NCCL reduce-scatter in float32",
     ),
 }
 
@@ -78,8 +77,10 @@ class StepConstants:
         attention_launch_us: fixed cost of one MLA attention call (split, combine, launch).
         hbm_efficiency, flops_efficiency: share of the peak that a long attention call reaches.
         head_tile: heads are padded to a multiple of this by the kernel.
-        layer_overhead_us: per layer, everything but attention and reading weights: norms, small
-            kernels, all-reduces, the host.
+        layer_overhead_us: per layer on the GPU, everything but attention and reading weights:
+            norms, small kernels, all-reduces.
+        host_step_us: what the host takes for a step under CUDA graphs (schedule, launch, sample);
+            it runs beside the GPU, and no step is shorter.
         startup_bytes: memory the server never sees: driver, CUDA context, NCCL buffers.
         source: hardware and method.
     """
@@ -88,12 +89,14 @@ class StepConstants:
     hbm_efficiency: float = 0.958
     flops_efficiency: float = 0.753
     head_tile: int = 64
-    layer_overhead_us: float = 78.0
+    layer_overhead_us: float = 58.0
+    host_step_us: float = 2290.0
     startup_bytes: int = int(2.6 * 2**30)
     source: str = (
         "H200, FlashMLA of sgl-kernel 0.4.4: 48 heads 8 x 131072 288 us, 96 heads 8 x 65536 215 us "
-        "and 8 x 131072 411 us; overhead from SGLang 0.5.14 TP 2, 12 layers, hidden 6144, "
-        "1 x 4096: 1.79 ms a step; startup bytes from its KV capacity (6.26M tokens at 0.6)"
+        "and 8 x 131072 411 us. SGLang 0.5.14 TP 2, 12 layers, hidden 6144: overhead from a trace "
+        "(182 us a layer, 81 of them attention, 42 weights), host from 2 x 16384 and 4 x 32768 "
+        "with and without DCP, startup bytes from the KV capacity (6.26M tokens at 0.6)"
     )
 
 

@@ -46,7 +46,8 @@ class DcpOption:
         exchange_ms: both, over all MLA layers.
         tpot_floor_ms: the larger of the two floors plus ``exchange_ms``.
         attention_step_ms: predicted MLA attention plus ``exchange_ms``.
-        predicted_step_ms: the whole decode step; None when layers or weights are unknown.
+        predicted_step_ms: the whole decode step, host included; None when layers or weights are
+            unknown.
     """
 
     dcp_size: int
@@ -157,8 +158,6 @@ def dcp_option(request: PlanRequest, dcp_size: int) -> DcpOption:
     compute_ms = compute_floor_ms(model, heads, tokens, gpu.bf16_flops_per_s)
     gather, exchange = communicator_us(request, dcp_size, request.chosen_communicator)
     exchange_ms = (gather + exchange) * model.num_mla_layers * 1e-3
-    attention_ms = attention_step_ms(request, dcp_size, request.context_tokens)
-    base_ms = base_step_ms(model, gpu, request.constants.step, request.tp_size, batch)
     rows = _rows_per_rank(request)
     short = max(0, ledger.kv_bytes_batch_per_rank - request.kv_budget_bytes_per_gpu)
     return DcpOption(
@@ -176,8 +175,8 @@ def dcp_option(request: PlanRequest, dcp_size: int) -> DcpOption:
         exchange_us=exchange,
         exchange_ms=exchange_ms,
         tpot_floor_ms=max(bandwidth_ms, compute_ms) + exchange_ms,
-        attention_step_ms=attention_ms,
-        predicted_step_ms=None if base_ms is None else base_ms + attention_ms,
+        attention_step_ms=attention_step_ms(request, dcp_size, request.context_tokens),
+        predicted_step_ms=predicted_step_ms(request, dcp_size, request.context_tokens),
     )
 
 
@@ -195,6 +194,20 @@ def attention_step_ms(request: PlanRequest, dcp_size: int, context_tokens: int) 
     )
     moved_us = sum(communicator_us(request, dcp_size, request.chosen_communicator))
     return (one_layer_us + moved_us) * request.model.num_mla_layers * 1e-3
+
+
+def predicted_step_ms(request: PlanRequest, dcp_size: int, context_tokens: int) -> float | None:
+    """Predicted decode step at any context: the GPU's, or the host's if that is longer.
+
+    Returns:
+        None when the layers or the weights of the model are unknown.
+    """
+    step = request.constants.step
+    base_ms = base_step_ms(request.model, request.gpu, step, request.tp_size, request.batch)
+    if base_ms is None:
+        return None
+    gpu_ms = base_ms + attention_step_ms(request, dcp_size, context_tokens)
+    return max(gpu_ms, step.host_step_us * 1e-3)
 
 
 def break_even_context_tokens(request: PlanRequest, dcp_size: int) -> int | None:

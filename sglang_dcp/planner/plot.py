@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dcp.planner.ledgers import memory_ledger
-from sglang_dcp.planner.plan import Plan, attention_step_ms
+from sglang_dcp.planner.plan import Plan, attention_step_ms, predicted_step_ms
 from sglang_dcp.planner.units import format_count
 
 _COLORS = ("#4c566a", "#2e7ab8", "#2a9d6f", "#d1495b", "#8f5fbf", "#c98a1b")
@@ -86,14 +86,11 @@ def _draw_memory(plan: Plan, axes: Any, contexts: list[int]) -> None:
 
 
 def _draw_step(plan: Plan, axes: Any, contexts: list[int]) -> None:
-    for option, color in zip(plan.options, _COLORS * 2, strict=False):
-        base_ms = (option.predicted_step_ms or option.attention_step_ms) - option.attention_step_ms
-        times = [
-            base_ms + attention_step_ms(plan.request, option.dcp_size, tokens)
-            for tokens in contexts
-        ]
-        axes.plot(contexts, times, color=color, label=f"dcp {option.dcp_size}")
     known = plan.chosen.predicted_step_ms is not None
+    step_ms = predicted_step_ms if known else attention_step_ms
+    for option, color in zip(plan.options, _COLORS * 2, strict=False):
+        times = [step_ms(plan.request, option.dcp_size, tokens) for tokens in contexts]
+        axes.plot(contexts, times, color=color, label=f"dcp {option.dcp_size}")
     axes.set_yscale("log")
     _finish(plan, axes, "Predicted step" if known else "Predicted MLA attention + exchange", "ms")
 

@@ -63,18 +63,25 @@ def write_model(name: str, folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Config:
-    """One server to measure; `dcp_size` 1 is upstream."""
+    """One server to measure; `dcp_size` 1 is upstream.
+
+    Attributes:
+        backend, dcp_size, comm: of attention, and of DCP.
+        native_site: packages of a later SGLang whose own DCP is measured, or None.
+    """
 
     backend: str
     dcp_size: int
     comm: str
+    native_site: str | None = None
 
     @property
     def label(self) -> str:
         """Name in tables, figures and log files."""
         if self.dcp_size == 1:
             return f"upstream {self.backend}"
-        return f"dcp{self.dcp_size} {self.backend} {self.comm}"
+        native = "native " if self.native_site else ""
+        return f"{native}dcp{self.dcp_size} {self.backend} {self.comm}"
 
 
 def command_of(
@@ -99,7 +106,8 @@ def command_of(
     if config.dcp_size == 1:
         return "sglang.launch_server", command
     dcp = ["--dcp-size", str(config.dcp_size), "--dcp-comm-backend", config.comm]
-    return "sglang_dcp.launch_server", command + dcp
+    module = "sglang.launch_server" if config.native_site else "sglang_dcp.launch_server"
+    return module, command + dcp
 
 
 class Board:

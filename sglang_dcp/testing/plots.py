@@ -125,6 +125,8 @@ def plot_prefill(record: dict[str, Any], path: Path) -> None:
     for axes, label in ((by_new, "new tokens on one prompt"), (by_prefix, "cached prefix, tokens")):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}" if axes is by_prefix else "")
         axes.set_xlabel(label)
         axes.grid(alpha=0.25)
     by_new.set_ylabel("time to first token, ms (p50)")
