@@ -240,7 +240,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     own.add_argument("--dcp-size", type=int, default=2, metavar="N", help="default 2")
     own.add_argument(
         "--comm",
-        nargs="+",
+        nargs="*",
         default=["a2a"],
         metavar="NAME",
         help="communicators, one DCP server each (default a2a)",

@@ -7,8 +7,8 @@ The link limit is a peer copy with all directions busy, measured in the same run
 sequence that SGLang 0.5.17 issues for its a2a backend: three copies, all-to-all, copy, combine;
 with its own combine kernel if that release is installed, else one re-created from its launch. The
 gather of `peer` is the NCCL all-gather alone, without the concatenation before it. `nvlink` has two
-kernels for either and takes one by the size of the batch; `lines` and `flags` take the same ones
-for all batches.
+kernels for either and takes one by the size of the call; `lines` and `flags` take the same ones
+for all.
 
 --virtual N runs N ranks on one GPU: a smoke test of the script, its times mean nothing.
 """
@@ -43,8 +43,11 @@ from sglang_dcp.testing.peer_a2a import PEER_SOURCE, PeerA2A
 from sglang_dcp.testing.plots import plot_exchange
 
 BACKENDS = ("nvlink", "a2a", "ag_rs", "peer")
-#: Limit of what nvlink moves by lines, for the same kernels whatever the batch.
-ONE_KERNEL = {"lines": 1 << 40, "flags": 0}
+#: What nvlink moves by lines, for the same kernels whatever the batch.
+ONE_KERNEL = {
+    "lines": nvlink.LineBytes(exchange=1 << 40, gather=1 << 40),
+    "flags": nvlink.LineBytes(exchange=0, gather=0),
+}
 SAME_BITS = ("nvlink", *ONE_KERNEL, "a2a")
 DIM, ROPE, DTYPE = 512, 64, torch.bfloat16
 LINK_BYTES = 256 << 20

@@ -34,6 +34,7 @@ from sglang_dcp.testing.compare import (
     compare_results,
     logprob_spread,
 )
+from sglang_dcp.testing.observe import rank_counters
 from sglang_dcp.testing.server import GpuSets, Server, ServerError
 from sglang_dcp.testing.tiny_model import GPU_MODEL, write_tiny_model
 
@@ -168,9 +169,9 @@ def serve(
         for prompts in work.batches.values():
             results += server.generate(prompts, args.new_tokens, top_logprobs_num=NUM_TOP_TOKENS)
         info = server.get("/server_info")
+        ranks = rank_counters(server, counters, args.tp) if run.comm else []
         took = f"up in {server.startup_s:.0f} s, answered in {time.monotonic() - began:.0f} s"
         print(f"{run.tag}: {took}", file=sys.stderr, flush=True)
-    ranks = [json.loads(path.read_text()) for path in sorted(counters.glob("rank-*.json"))]
     return Answers(results, info, ranks)
 
 

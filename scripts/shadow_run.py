@@ -13,7 +13,6 @@ import json
 import random
 import re
 import sys
-import tempfile
 import threading
 import time
 from dataclasses import dataclass, field, replace
@@ -227,15 +226,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     load.add_argument("--max-prompt-tokens", type=int, default=600, metavar="N", help="600")
     load.add_argument("--max-new-tokens", type=int, default=192, metavar="N", help="192")
     load.add_argument("--pool-tokens", type=int, default=16384, metavar="N", help="16384")
-    parser.add_argument(
-        "--start-timeout-s", type=float, default=300, metavar="S", help="default 300"
-    )
-    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="default: a temporary folder")
-    parser.add_argument("--git-hash", metavar="HASH", help="where the tree is not a git checkout")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result")
-    args = parser.parse_args(argv)
-    args.log_dir = args.log_dir or Path(tempfile.mkdtemp())
-    return args
+    return bench.parse_run(parser, argv)
 
 
 def main(argv: list[str] | None = None) -> int:

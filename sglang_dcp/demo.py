@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from sglang_dcp.layout import dcp_groups
 from sglang_dcp.testing.demo_report import Report, Served, make_report
 from sglang_dcp.testing.observe import rank_counters
 from sglang_dcp.testing.server import Server, ServerError
-from sglang_dcp.testing.tiny_model import TinyModel, write_tiny_model
+from sglang_dcp.testing.tiny_model import GPU_MODEL, TinyModel, write_tiny_model
 from sglang_dcp.testing.workload import Batch, stripe_workload
 
 _DESCRIPTION = (
@@ -156,20 +156,13 @@ def _default_backend(device: str) -> str:
 def _model_shape(device: str, moe: bool, seed: int) -> TinyModel:
     if device == "cpu":
         return TinyModel(moe=moe, seed=seed)
-    return TinyModel(  # the GPU kernels know DeepSeek's latent width only
+    return replace(
+        GPU_MODEL,
+        num_layers=3,
+        max_position_embeddings=4096,
         moe=moe,
-        seed=seed,
-        num_heads=32,
-        hidden_size=1024,
-        kv_lora_rank=512,
-        q_lora_rank=512,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        intermediate_size=1024,
         moe_intermediate_size=1024,
-        vocab_size=4096,
-        dtype="bfloat16",
+        seed=seed,
     )
 
 

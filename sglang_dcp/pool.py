@@ -87,18 +87,6 @@ class DcpMLATokenToKVPool(MLATokenToKVPool):
         nope, rope = self._prefix_reader.read(rows, plans, index, self.kv_lora_rank, dtype)
         return nope, rope.unsqueeze(1)
 
-    def gather_prefix(
-        self, layer_id: int, plan: GatherPlan, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Collective read of whole prefixes at once, for attention that cannot take chunks.
-
-        Its buffers are temporaries that grow with the prefix. Results as of `read_prefix_chunk`.
-        """
-        counters.count("kv_gather")
-        gathered = plan.gather(self._rows(layer_id), state.get_state().comm.transport)
-        nope, rope = plan.in_order(gathered, self.kv_lora_rank, dtype)
-        return nope, rope.unsqueeze(1)
-
     def _rows(self, layer_id: int) -> torch.Tensor:
         """[C + P, 576] of a layer."""
         return self.kv_buffer[layer_id - self.start_layer].squeeze(1)

@@ -27,6 +27,7 @@ from sglang_dcp.planner.crossover import (
 )
 from sglang_dcp.planner.ledgers import ACTIVATION_BYTES
 from sglang_dcp.planner.models import ModelShape
+from sglang_dcp.workspace import PassQLimits
 
 logger = logging.getLogger(__name__)
 
@@ -222,19 +223,28 @@ class PrefillPolicy:
     Args:
         mode: one of MODES.
         costs: for "auto".
+        limits: of pass-Q; a batch with more new tokens goes by pass-KV in every mode.
     """
 
-    def __init__(self, mode: str = "pass-kv", costs: PrefillCosts | None = None) -> None:
+    def __init__(
+        self,
+        mode: str = "pass-kv",
+        costs: PrefillCosts | None = None,
+        limits: PassQLimits | None = None,
+    ) -> None:
         assert mode in MODES, mode
         assert mode in _FORCED or costs is not None, "auto needs costs"
         self.mode = mode
         self.costs = costs
+        self.limits = limits or PassQLimits()
         self._last: Variant = "none"
 
     def choose(self, new_lens: Sequence[int], prefix_lens: Sequence[int]) -> Variant:
         """The variant for requests with so many new tokens on so many cached ones."""
         if not any(prefix_lens):
             return "none"
+        if sum(new_lens) > self.limits.batch_tokens:
+            return "pass_kv"
         if self.costs is None or self.mode in _FORCED:
             return _FORCED[self.mode]
         pass_q_us = self.costs.pass_q_us(new_lens, prefix_lens)

@@ -154,24 +154,20 @@ def make_gather_plans(
         dcp_size: c.
     """
     assert slots.shape[0] == sum(chunk.num_tokens for chunk in chunks), (slots.shape, chunks)
-    pieces = [length for chunk in chunks for length in chunk.lens if length]
     assert not any(start % dcp_size for chunk in chunks for start in chunk.starts), chunks
-    padded_index = None
-    if any(length % dcp_size for length in pieces):
-        padded_index = _padded_index(slots, pieces, dcp_size)
-        num_padded = sum(chunk.num_groups(dcp_size) for chunk in chunks) * dcp_size
-        slots = slots.new_zeros(num_padded).index_copy_(0, padded_index, slots)
-    rows = slots[::dcp_size] // dcp_size
-    plans, row, token = [], 0, 0
-    for chunk in chunks:
-        row_end, token_end = row + chunk.num_groups(dcp_size), token + chunk.num_tokens
-        source = None
-        if padded_index is not None:
-            index = padded_index[token:token_end] - row * dcp_size
-            source = index % dcp_size * (row_end - row) + index // dcp_size
-        plans.append(GatherPlan(rows[row:row_end], source, dcp_size))
-        row, token = row_end, token_end
-    return plans
+    parts = slots.split([chunk.num_tokens for chunk in chunks])
+    return [_plan(part, chunk, dcp_size) for part, chunk in zip(parts, chunks, strict=True)]
+
+
+def _plan(slots: torch.Tensor, chunk: PrefixChunk, dcp_size: int) -> GatherPlan:
+    """Plan one chunk; only the ends of prefixes cut groups, so few chunks need a source."""
+    pieces = [length for length in chunk.lens if length]
+    if not any(length % dcp_size for length in pieces):
+        return GatherPlan(slots[::dcp_size] // dcp_size, None, dcp_size)
+    index, num_groups = _padded_index(slots, pieces, dcp_size), chunk.num_groups(dcp_size)
+    padded = slots.new_zeros(num_groups * dcp_size).index_copy_(0, index, slots)
+    source = index % dcp_size * num_groups + index // dcp_size
+    return GatherPlan(padded[::dcp_size] // dcp_size, source, dcp_size)
 
 
 def _padded_index(slots: torch.Tensor, pieces: Sequence[int], dcp_size: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from support import assert_close
 
 from sglang_dcp import state
 from sglang_dcp.attention.prefix_slices import Share, cut_slices, make_prefix_slices
-from sglang_dcp.attention.token_groups import best_group_size, make_groups
+from sglang_dcp.attention.token_groups import best_group_size, make_groups, sizes_that_fit
 from sglang_dcp.kernels.lse_merge import merge_partials_ref
 from sglang_dcp.prefill_policy import PrefillPolicy
 
@@ -86,6 +86,17 @@ def test_groups_hold_one_request_each(counts, size):
             (token,) = (i for i in range(len(q)) if torch.equal(q[i], row))
             assert of_row[token] == request
     assert (groups.pack is None) == all(count % size == 0 for count in counts)
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.sampled_from([1, 16, 64]))
+@example([16] + [1] * 112, 16)  # one place in 14 would hold a token
+def test_groups_are_half_full_at_least(counts, most):
+    sizes = sizes_that_fit(counts, most)
+    assert sizes[0] == 1
+    for size in (1, 2, 4, 8, 16, 32, 64):
+        places = len(make_groups(range(len(counts)), counts, size, "cpu").requests) * size
+        useful = size < 2 * max(counts) and size <= most
+        assert (size in sizes) == (useful and places <= 2 * sum(counts))
 
 
 def test_group_size_fills_the_gpu():

@@ -24,6 +24,9 @@ MEETING = {"N": 8, "HL": 16, "WORDS": 8, "REFRESH": 1 << 20, "BLOCK_LANES": 512}
 MEETING |= {"INTERPRETED": False, "JITTER_US": 0}
 LINE_PEERS = {"line_table": "i64", "cnt": "i32", "limit": "i64", "report": "i32"}
 LINE_MEETING = {k: v for k, v in MEETING.items() if k not in ("WORDS", "REFRESH")}
+RAGGED = dict.fromkeys(("q_nope", "q_pe", "k", "v", "o"), "bf16") | {"lse": "fp32"}
+RAGGED |= {"q_indptr": "i32", "kv_indptr": "i32"}
+RAGGED_DIMS = {"PE": 64, "BLOCK_PE": 64, "PRECISION": "tf32"}
 # module, kernel, pointer types, constants, arguments known to be multiples of 16
 CASES = {
     "merge_e": (
@@ -100,6 +103,20 @@ CASES = {
         LINE_MEETING
         | {"NOPE_CHUNKS": 128, "ROW_CHUNKS": 144, "ALIGN": 1, "CELLS": 32, "BLOCK": 32, "N": 2},
     ),
+    "ragged_expanded": (
+        "ragged_attention.ragged_attention_kernel",
+        RAGGED,
+        RAGGED_DIMS
+        | {"GROUP": 1, "CAUSAL": False, "NOPE": 128, "DV": 128}
+        | {"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_NOPE": 128, "BLOCK_DV": 128},
+    ),
+    "ragged_latent": (
+        "ragged_attention.ragged_attention_kernel",
+        RAGGED,
+        RAGGED_DIMS
+        | {"GROUP": 48, "CAUSAL": True, "NOPE": 512, "DV": 512}
+        | {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_NOPE": 512, "BLOCK_DV": 512},
+    ),
     "kv_write": (
         "kv_write.set_mla_kv_buffer_dcp_sharded_kernel",
         {"kv": "bf16", "loc": "i64", "nope": "bf16", "rope": "bf16"},
@@ -153,6 +170,7 @@ def compile_all() -> dict[str, dict[str, list[str]]]:
         types = {f"{p}_ptr": f"*{t}" for p, t in pointers.items()} | dict.fromkeys(
             constants, "constexpr"
         )
+        types["scale_log2"] = "fp32"
         fixed = [a for a in args if a.endswith("_ptr") or a in ("stride_kv", "stride_nope")]
         source = ASTSource(
             fn=fn,

@@ -71,3 +71,21 @@ def test_no_rows(kernel_device):
     )
     none = torch.zeros(0, dtype=torch.int64, device=kernel_device)
     assert merge_state_into(o, lse, "e", o[:0], lse[:0], "e", none).eq(1).all()
+
+
+@pytest.mark.parametrize("impl", [*MERGES, "upstream's twin"])
+@pytest.mark.parametrize("of_nothing", [-math.inf, -5e4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_lse_of_no_keys_weighs_nothing(kernel_device, impl, of_nothing, dtype):
+    """FlashInfer returns either, in base 2, with a finite o: the other state stays bit for bit."""
+    from sglang_dcp.hooks.cpu import merge_state_v2
+
+    o = torch.randn(5, HEADS, DIM, device=kernel_device).to(dtype)
+    lse, part = 100 * torch.randn(5, HEADS, device=kernel_device), 50 * torch.randn_like(o)
+    part_lse, before = torch.full_like(lse, of_nothing), o.clone()
+    if impl in MERGES:
+        MERGES[impl](o, lse, "e", part, part_lse, "2")
+    else:
+        o, merged_lse = merge_state_v2(part, part_lse * math.log(2), o, lse)
+        assert torch.equal(merged_lse, lse)
+    assert torch.equal(o, before)

@@ -38,7 +38,7 @@ from sglang_dcp.comm import (
     resolve_auto,
     symmetric,
 )
-from sglang_dcp.comm.nvlink import MAX_LANES, NvlinkCommunicator
+from sglang_dcp.comm.nvlink import MAX_LANES, LineBytes, NvlinkCommunicator
 from sglang_dcp.comm.symmetric import probe_peers, rendezvous, virtual_rank
 from sglang_dcp.kernels import dispatch
 from sglang_dcp.kernels.peer_signal import MAX_REGISTERS, resident_programs
@@ -56,8 +56,14 @@ interpreted = pytest.mark.skipif(
 
 
 def dims(num_heads, dtype=torch.float32, dim=DIM, max_tokens=MAX_TOKENS, lines=False):
+    """Of an nvlink communicator; other communicators take `shared_dims`."""
+    return shared_dims(num_heads, dtype, dim, max_tokens) | {
+        "max_line_bytes": max_line_bytes(lines)
+    }
+
+
+def shared_dims(num_heads, dtype=torch.float32, dim=DIM, max_tokens=MAX_TOKENS):
     return {
-        "max_line_bytes": max_line_bytes(lines),
         "num_heads": num_heads,
         "kv_lora_rank": dim,
         "qk_rope_head_dim": ROPE,
@@ -82,11 +88,14 @@ def shared_memory(folder, rank, size):
 
 def serve_steps(rank, size, folder, num_heads, dtype, lines, seed):
     """Decode steps of alternating batches over the wrap of the epochs; all that differed."""
-    settings = dims(num_heads, dtype, lines=lines)
+    settings = shared_dims(num_heads, dtype)
     comm = NvlinkCommunicator(
-        TorchTransport(), allocate=shared_memory(folder, rank, size), device="cpu", **settings
+        TorchTransport(),
+        allocate=shared_memory(folder, rank, size),
+        device="cpu",
+        max_line_bytes=max_line_bytes(lines),
+        **settings,
     )
-    del settings["max_line_bytes"]
     a2a = COMM_BACKENDS["a2a"](TorchTransport(), device="cpu", **settings)
     comm.max_programs = 3
     start_at(comm, WRAP)
@@ -147,7 +156,8 @@ GATHERS = [1, 2, 5, 1, 4, 2, 2, 1, 3, None, 5, None, 4, 1, 1, 3, 2, 5]
 
 def gather_steps(rank, size, folder, seed):
     """Gathers of both kinds, whose results are read late; all that differed."""
-    settings = dims(8, torch.bfloat16) | {"max_line_bytes": 2 * (size - 1) * 8 // size * 96}
+    most = 2 * (size - 1) * 8 // size * 96
+    settings = dims(8, torch.bfloat16) | {"max_line_bytes": LineBytes(most, most)}
     comm = NvlinkCommunicator(
         TorchTransport(), allocate=shared_memory(folder, rank, size), device="cpu", **settings
     )

@@ -1,7 +1,6 @@
 """patches/: they fit the released wheel, say what the table says, and serve the same tokens."""
 
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -18,6 +17,7 @@ from support import clean_env
 from sglang_dcp import compat
 from sglang_dcp.hooks import registry, seam, table
 from sglang_dcp.hooks.registry import Patch
+from sglang_dcp.testing.observe import rank_counters
 from sglang_dcp.testing.server import Server
 from sglang_dcp.testing.tiny_model import write_tiny_model
 
@@ -290,24 +290,28 @@ PROMPTS = [
 ]
 
 
-def _serve(model: Path, log: Path, counters: Path | None, *args: str, **server: Any) -> list[Any]:
-    """Token ids and logprobs of two rounds: fresh prompts, then the same with a cached prefix."""
+def _serve(
+    model: Path, log: Path, counters: Path | None, *args: str, **server: Any
+) -> tuple[list[Any], list[dict[str, Any]]]:
+    """Two rounds: fresh prompts, then the same with a cached prefix.
+
+    Returns token ids and logprobs of each, and each rank's counters if there is a folder for them.
+    """
     fixed = ["--model-path", str(model), "--device", "cpu", "--dtype", "float32", "--tp", "2"]
     fixed += ["--max-total-tokens", "4096", "--context-length", "1024"]
     fixed += ["--chunked-prefill-size", "32", "--max-running-requests", "8"]
     with Server([*fixed, *args], log, **server) as running:
         answers = [a for _ in range(2) for a in running.generate(PROMPTS, 12)]
-        if counters:
-            running.get("/server_info")
+        ranks = rank_counters(running, counters, 2) if counters else []
     assert answers[-1]["meta_info"]["cached_tokens"] > 150
-    return [(a["output_ids"], a["meta_info"]["output_token_logprobs"]) for a in answers]
+    return [(a["output_ids"], a["meta_info"]["output_token_logprobs"]) for a in answers], ranks
 
 
 @pytest.fixture(scope="module")
 def baseline(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     log = tmp_path_factory.mktemp("baseline") / "log"
     env = {"TRITON_INTERPRET": None, "PYTHONPATH": str(ROOT), "SGLANG_PLUGINS": None}
-    return _serve(model, log, None, env=env)
+    return _serve(model, log, None, env=env)[0]
 
 
 @pytest.mark.slow
@@ -334,7 +338,7 @@ def test_patched_tree_serves_the_same_tokens(
     env |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{patched_tree}"}
     env |= {"SGLANG_DCP_COUNTERS_DIR": str(counters)}
     dcp = ("--dcp-size", "2", "--dcp-prefill", prefill)
-    got = _serve(model, log, counters, *dcp, module=module, env=env)
+    got, ranks = _serve(model, log, counters, *dcp, module=module, env=env)
     assert [ids for ids, _ in got] == [ids for ids, _ in baseline]
     differences = [
         abs(a[0] - b[0])
@@ -342,15 +346,10 @@ def test_patched_tree_serves_the_same_tokens(
         for a, b in zip(ours, theirs, strict=True)
     ]
     assert max(differences) < 1e-4
-    for rank in range(2):
-        info = _rank_info(counters, rank)
+    for rank, info in enumerate(ranks):
         assert (info["pool"], info["dcp_size"], info["dcp_rank"]) == (
             "DcpMLATokenToKVPool",
             2,
             rank,
         )
         assert min(info["counts"][name] for name in ("kv_write", read)) > 0
-
-
-def _rank_info(counters: Path, rank: int) -> dict[str, Any]:
-    return json.loads((counters / f"rank-{rank}.json").read_text())

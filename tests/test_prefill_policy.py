@@ -19,6 +19,7 @@ from sglang_dcp.prefill_policy import (
     PrefillRates,
     load_rates,
 )
+from sglang_dcp.workspace import PassQLimits
 
 MODEL = load_model("kimi-k3")
 NO_LIMIT = 1e30
@@ -119,6 +120,14 @@ def test_modes(mode):
     assert policy.choose([7, 3], [0, 0]) == "none"
     want = {"pass-kv": {"pass_kv"}, "pass-q": {"pass_q"}, "auto": {"pass_kv", "pass_q"}}[mode]
     assert {policy.choose([n, 3], [50_000, 0]) for n in (1, 4096)} == want
+
+
+@pytest.mark.parametrize("mode", ["auto", "pass-q"])
+def test_more_new_tokens_than_the_workspace_holds_go_by_pass_kv(mode):
+    policy = PrefillPolicy(mode, costs(), PassQLimits(slice_tokens=8, batch_tokens=40))
+    for new, variant in (([40], "pass_q"), ([20, 20], "pass_q"), ([41], "pass_kv")):
+        assert policy.choose(new, [100_000] * len(new)) == variant
+    assert policy.choose([41], [0]) == "none"
 
 
 def test_ranks_decide_alike():

@@ -1,8 +1,8 @@
 """pass-KV and pass-Q leave the same rows in the pool, on every rank, whatever the batches were.
 
-Upstream's DeepSeek attention on its mixins, our hooks, backend, communicator and pool; 3 layers,
-so that a row of the second and third one holds what attention returned in the ones before. Ranks
-are threads of this process; requests grow by random chunks, several in a batch.
+Upstream's DeepSeek attention on its mixins, our hooks, backends, communicator and pool. Three
+layers, so that a row of the later ones holds what attention returned before. Ranks are threads of
+this process; requests grow by random chunks, several in a batch.
 """
 
 from types import SimpleNamespace
@@ -16,20 +16,22 @@ from simulated_ranks import Turns, TurnsTransport
 
 from sglang_dcp import state
 from sglang_dcp.comm.a2a import A2ACommunicator
+from sglang_dcp.kernels import dispatch
 from sglang_dcp.prefill_policy import PrefillPolicy
 
 LAYERS, HIDDEN, OWN_HEADS = 3, 24, 2
-KV_RANK, NOPE, ROPE, V = 12, 6, 4, 5
+NOPE, ROPE, V = 6, 32, 5
 MAX_LEN, MAX_DIFF = 96, 1e-4
 
 
 class Sizes(NamedTuple):
-    """c, P, tokens of pass-Q's buffers, tokens of a prefix chunk."""
+    """c, P, tokens of pass-Q's buffers, tokens of a prefix chunk, width of a row without rope."""
 
     dcp_size: int
     page_size: int
     slice_tokens: int
     chunk_tokens: int
+    kv_rank: int = 12
 
 
 class Case:
@@ -53,8 +55,8 @@ class Case:
         self.layers = [
             {
                 "q_proj": 3 * weight(heads, NOPE + ROPE, HIDDEN),  # sharp softmaxes
-                "kv_a_proj_with_mqa": weight(KV_RANK + ROPE, HIDDEN),
-                "kv_b_proj": weight(heads, NOPE + V, KV_RANK),
+                "kv_a_proj_with_mqa": weight(sizes.kv_rank + ROPE, HIDDEN),
+                "kv_b_proj": weight(heads, NOPE + V, sizes.kv_rank),
                 "o_proj": weight(HIDDEN, heads, V),
             }
             for _ in range(LAYERS)
@@ -93,11 +95,12 @@ class Case:
 
 @pytest.fixture
 def prefill(plugin_loaded, monkeypatch):
-    """prefill(case, mode, break_comm=None): every rank's rows [c, layers, rows, 16], NaN at first.
+    """prefill(case, mode, backend="torch_mla", break_comm=None): rows of all ranks, and variants.
 
-    Returned with the variants that ran.
+    Rows are [c, layers, rows, width] and NaN at first; variants are those that ran.
     """
     from sglang.srt.environ import envs
+    from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention_fwd
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor import forward_batch_deepseek_mha_mixin as batch_mixin
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -110,33 +113,39 @@ def prefill(plugin_loaded, monkeypatch):
     )
 
     from sglang_dcp.attention.torch_mla import DcpTorchMLABackend
+    from sglang_dcp.attention.triton import DcpTritonBackend
     from sglang_dcp.hooks import cpu
     from sglang_dcp.hooks import forward_mha as ours
     from sglang_dcp.hooks.deepseek_v2 import around_dispatch_attn_forward_method
-    from sglang_dcp.kernels import dispatch
     from sglang_dcp.pool import DcpMLATokenToKVPool
 
-    monkeypatch.setattr(dispatch, "INTERPRETED", False)  # the kernels have tests of their own
+    interpreted, gpu = dispatch.INTERPRETED, SimpleNamespace(multi_processor_count=4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(forward_mha, "merge_state_v2", cpu.merge_state_v2, raising=False)
     name = "create_chunked_prefix_cache_kv_indices"
     monkeypatch.setattr(batch_mixin, name, getattr(cpu, name))
-    apart = [*forward_mla.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS, "torch_mla"]
+    apart = [*forward_mla.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS, "torch_mla", "triton"]
     monkeypatch.setattr(forward_mla, "FORWARD_ABSORB_CORE_ATTENTION_BACKENDS", apart)
     monkeypatch.setattr(handler, "_support_mha_one_shot", lambda *args: False)
     monkeypatch.setattr(handler, "mla_use_prefill_cp", lambda batch: False)
     monkeypatch.setattr(forward_mla, "mla_use_prefill_cp", lambda batch: False)
     monkeypatch.setattr(forward_mla, "dsa_use_prefill_cp", lambda batch: False)
-    args = SimpleNamespace(dsa_decode_backend=None, dsa_prefill_backend=None)
-    monkeypatch.setattr(forward_mla, "get_global_server_args", lambda: args)
+    args = SimpleNamespace(
+        dsa_decode_backend=None, dsa_prefill_backend=None, enable_deterministic_inference=False
+    )
+    for module in (forward_mla, handler):
+        monkeypatch.setattr(module, "get_global_server_args", lambda: args)
 
     class Batch(batch_mixin.ForwardBatchDeepSeekMHAMixin):
         forward_mode = ForwardMode.EXTEND
+        spec_info = seq_lens_sum = None
 
         def __init__(self, case, spans):
             requests, prefix_lens, new_lens = (list(x) for x in zip(*spans, strict=True))
             self.batch_size = len(spans)
             self.extend_prefix_lens_cpu, self.extend_seq_lens_cpu = prefix_lens, new_lens
             self.extend_prefix_lens = torch.tensor(prefix_lens)
+            self.extend_seq_lens = torch.tensor(new_lens)
             self.req_pool_indices = torch.tensor(requests)
             self.seq_lens = self.extend_prefix_lens + torch.tensor(new_lens)
             self.out_cache_loc = torch.cat([case.slots[r, p : p + n] for r, p, n in spans])
@@ -152,21 +161,22 @@ def prefill(plugin_loaded, monkeypatch):
         use_dsa = use_deep_gemm_bmm = flashinfer_mla_disable_ragged = False
         disable_chunked_prefix_cache = False
         chunked_prefix_cache_threshold = 0
-        current_attention_backend = "torch_mla"
-        num_local_heads, kv_lora_rank, v_head_dim = OWN_HEADS, KV_RANK, V
+        num_local_heads, v_head_dim = OWN_HEADS, V
         qk_nope_head_dim, qk_rope_head_dim, qk_head_dim = NOPE, ROPE, NOPE + ROPE
 
-        def __init__(self, layer_id, weights, transport):
+        def __init__(self, layer_id, weights, transport, backend):
             self.layer_id, self.transport = layer_id, transport
+            self.current_attention_backend = backend
             heads = slice(transport.rank * OWN_HEADS, (transport.rank + 1) * OWN_HEADS)
             self.kv_b = weights["kv_b_proj"][heads]
+            self.kv_lora_rank = rank = self.kv_b.shape[2]
             self.w_kc = self.kv_b[:, :NOPE]
             self.w_vc = self.kv_b[:, NOPE:].transpose(1, 2)
             self.q, self.kv_a = weights["q_proj"][heads], weights["kv_a_proj_with_mqa"]
             self.o = weights["o_proj"][:, heads].flatten(1)
             scale = (NOPE + ROPE) ** -0.5
             self.attn_mqa = RadixAttention(
-                OWN_HEADS, KV_RANK + ROPE, scale, 1, layer_id, v_head_dim=KV_RANK
+                OWN_HEADS, rank + ROPE, scale, 1, layer_id, v_head_dim=rank
             )
             self.attn_mha = RadixAttention(
                 OWN_HEADS, NOPE + ROPE, scale, OWN_HEADS, layer_id, v_head_dim=V
@@ -193,21 +203,26 @@ def prefill(plugin_loaded, monkeypatch):
 
         def forward(self, x, batch):
             def upstream(attn, forward_batch):
+                if self.current_attention_backend == "triton":
+                    return handler.handle_attention_triton(attn, forward_batch)
                 return cpu.handle_attention_torch_mla(attn, forward_batch)
 
             method = around_dispatch_attn_forward_method(upstream, self, batch)
             if method == AttnForwardMethod.MLA:
                 inner = self.forward_absorb_prepare(None, x, batch, None)
                 return self.forward_absorb_core(*inner)
+            if method == AttnForwardMethod.MHA:
+                inner = self.forward_normal_prepare(None, x, batch, None)
+                return self.forward_normal_core(*inner)
             assert method == AttnForwardMethod.MHA_CHUNKED_KV
             inner = self.forward_normal_chunked_kv_prepare(None, x, batch, None)
             return self.forward_normal_chunked_kv_core(*inner)
 
     def make_pool(case):
         pool = object.__new__(DcpMLATokenToKVPool)
-        pool.start_layer, pool.kv_lora_rank, pool.qk_rope_head_dim = 0, KV_RANK, ROPE
+        pool.start_layer, pool.kv_lora_rank, pool.qk_rope_head_dim = 0, case.sizes.kv_rank, ROPE
         pool.layer_transfer_counter, pool.dtype, pool.store_dtype = None, *[torch.float32] * 2
-        shape = (case.num_rows, 1, KV_RANK + ROPE)
+        shape = (case.num_rows, 1, case.sizes.kv_rank + ROPE)
         pool.kv_buffer = [torch.full(shape, torch.nan) for _ in range(LAYERS)]
         return pool
 
@@ -216,7 +231,7 @@ def prefill(plugin_loaded, monkeypatch):
         comm = A2ACommunicator(
             transport,
             num_heads=sizes.dcp_size * OWN_HEADS,
-            kv_lora_rank=KV_RANK,
+            kv_lora_rank=sizes.kv_rank,
             qk_rope_head_dim=ROPE,
             max_tokens=sizes.slice_tokens,
             dtype=torch.float32,
@@ -234,18 +249,38 @@ def prefill(plugin_loaded, monkeypatch):
             prefill_policy=PrefillPolicy(mode),
         )
 
-    def run(case, mode, break_comm=None):
+    def make_backend(name, case, pool):
+        table = SimpleNamespace(req_to_token=case.slots.int(), size=case.num_requests)
+        runner = SimpleNamespace(device="cpu", req_to_token_pool=table, token_to_kv_pool=pool)
+        if name == "torch_mla":
+            return DcpTorchMLABackend(runner)
+        backend = object.__new__(DcpTritonBackend)  # upstream's constructor asks for a driver
+        vars(backend).update(
+            vars(runner),
+            req_to_token=table.req_to_token,
+            max_kv_splits=2,
+            kv_indptr=torch.zeros(9, dtype=torch.int32),
+            qo_indptr=torch.zeros(9, dtype=torch.int32),
+            window_kv_indptr=None,
+            sliding_window_size=None,
+            use_sliding_window_kv_pool=False,
+            enable_deterministic=False,
+            use_verify_splitkv=False,
+            extend_attention_fwd=extend_attention_fwd,
+        )
+        return backend
+
+    def run(case, mode, name="torch_mla", break_comm=None):
+        # the kernels have tests of their own; the triton backend is made of them
+        monkeypatch.setattr(dispatch, "INTERPRETED", name == "triton" and interpreted)
         turns, ran = Turns(case.sizes.dcp_size), []
 
         def on_rank(rank):
             transport, pool = TurnsTransport(turns, rank), make_pool(case)
             state.set_state(make_state(case, mode, transport, break_comm))
             try:
-                table = SimpleNamespace(req_to_token=case.slots.int())
-                backend = DcpTorchMLABackend(
-                    SimpleNamespace(device="cpu", req_to_token_pool=table, token_to_kv_pool=pool)
-                )
-                layers = [Layer(i, w, transport) for i, w in enumerate(case.layers)]
+                backend = make_backend(name, case, pool)
+                layers = [Layer(i, w, transport, name) for i, w in enumerate(case.layers)]
                 for spans in case.spans():
                     batch = Batch(case, spans)
                     backend.init_forward_metadata(batch)
@@ -335,7 +370,21 @@ def test_a_wrong_merge_shows_in_the_rows(prefill):
         comm.exchange_merge = lambda o, lse, *args: exchange_merge(o, torch.zeros_like(lse), *args)
 
     case = Case(*CASE, seed=4)
-    (rows, _), (other, _) = prefill(case, "pass-kv"), prefill(case, "pass-q", equal_weights)
+    (rows, _), (other, _) = (
+        prefill(case, "pass-kv"),
+        prefill(case, "pass-q", break_comm=equal_weights),
+    )
     assert torch.equal(rows.isnan(), other.isnan())
     assert differences(case, rows, other)
     torch.testing.assert_close(rows[:, 0], other[:, 0], equal_nan=True)  # nothing came before
+
+
+@pytest.mark.skipif(not dispatch.INTERPRETED, reason="on a GPU servers show it")
+def test_triton(prefill):
+    """The backend with its real kernels, 256 + 32 wide as upstream's want it, against torch."""
+    case = Case(Sizes(2, 2, 8, 16, 256), [[(0, 21), (1, 6)], [(0, 9), (1, 13), (2, 3)]], seed=5)
+    want, _ = prefill(case, "pass-kv")
+    for mode, variant in (("pass-kv", "pass_kv"), ("pass-q", "pass_q")):
+        rows, ran = prefill(case, mode, "triton")
+        assert ran == {"none", variant}
+        assert differences(case, want, rows) == []

@@ -3,9 +3,12 @@
 Same tokens as the server without DCP; what the ranks counted says which variant ran.
 """
 
+from pathlib import Path
+
 import pytest
 from serving import WORK, Farm, Outcome, Spec
 
+from sglang_dcp import envs
 from sglang_dcp.testing.compare import cached_tokens, compare_results
 
 pytestmark = pytest.mark.slow
@@ -14,6 +17,8 @@ MAX_LOGPROB_DIFF = 1e-4  # float32
 CHUNK_16 = ("--chunked-prefill-size", "16")
 #: Two of the communicator's buffers here: what is left of a prompt of 201 tokens takes two slices.
 CHUNK_128 = ("--chunked-prefill-size", "128")
+#: Rates at which a prompt's first chunks are for pass-Q and its later ones for pass-KV.
+BOTH_PAY = ((envs.PREFILL_CALIBRATION, str(Path(__file__).parent / "prefill_rates.json")),)
 CHECKED_POOL = (("SGLANG_DEBUG_MEMORY_POOL", "1"),)
 
 SPECS = {
@@ -34,7 +39,7 @@ SPECS = {
         args=("--dp-size", "2", "--enable-dp-attention"),
         env=CHECKED_POOL,
     ),
-    "tp2-dcp2-auto": Spec(dcp_size=2, prefill="auto", args=CHUNK_16),
+    "tp2-dcp2-auto": Spec(dcp_size=2, prefill="auto", args=CHUNK_16, env=BOTH_PAY),
 }
 
 
@@ -61,7 +66,7 @@ def test_the_variant_asked_for_ran(served: Outcome) -> None:
     for counts in (rank["counts"] for rank in served.ranks):
         assert counts["prefill_none"] > 0
         ran = {name for name in ("pass_kv", "pass_q") if counts.get(f"prefill_{name}", 0)}
-        assert ran == ({"pass_q"} if mode == "auto" else {mode.replace("-", "_")})
+        assert ran == ({"pass_kv", "pass_q"} if mode == "auto" else {mode.replace("-", "_")})
         assert ("kv_gather" in counts) == ("pass_kv" in ran)
         assert ("attend_prefix" in counts) == ("pass_q" in ran)
     for name in ("prefill_pass_q", "attend_prefix"):  # the ranks of a group did alike

@@ -7,7 +7,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from serving import Farm, Spec
-from test_nvlink import CPU, DIM, MAX_TOKENS, ROPE, dims, interpreted, shared_memory
+from test_nvlink import CPU, DIM, MAX_TOKENS, ROPE, interpreted, shared_dims, shared_memory
 from virtual_nvlink import own_merge, random_partials, random_queries
 
 from sglang_dcp.comm import COMM_BACKENDS, TorchTransport
@@ -79,7 +79,7 @@ def test_a_kept_lse_is_compared_and_stays_the_callers():
 
 def serve_in_shadow(rank, size, folder, backend, flip, seed):
     """Decode steps of two communicators side by side; one bit of one call of rank 1 is flipped."""
-    settings = dims(12, torch.bfloat16)
+    settings = shared_dims(12, torch.bfloat16)
     kwargs = {"allocate": shared_memory(folder, rank, size)} if backend == "nvlink" else {}
     comm = COMM_BACKENDS[backend](TorchTransport(), device="cpu", **kwargs, **settings)
     if isinstance(comm, NvlinkCommunicator):

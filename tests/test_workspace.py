@@ -15,10 +15,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from sglang_dcp.kernels import dispatch
 from sglang_dcp.prefix_gather import make_gather_plans, pack_chunks
 from sglang_dcp.testing.compare import compare_results
-from sglang_dcp.workspace import ReadShape, workspace_bytes, workspace_tokens
+from sglang_dcp.workspace import (
+    PassQLimits,
+    ReadShape,
+    pass_q_bytes,
+    pass_q_limits,
+    workspace_bytes,
+    workspace_tokens,
+)
 
+MIB = 1 << 20
 K3_TP2 = ReadShape(2, 48, 512, 128, 64, 128, 2)
 
 
@@ -72,6 +81,85 @@ def test_expanded_heads_are_most_of_it():
     assert group["kv"] + group["k or last kv"] > 0.9 * sum(group.values())
 
 
+def pass_q_by_hand(slice_tokens, batch_tokens, s):
+    """Every tensor of a pass-Q batch by its shape; grouped queries take two places a token."""
+    n, t, own, heads = slice_tokens, batch_tokens, s.heads_local, s.dcp_size * s.heads_local
+    o, width = s.kv_lora_rank, s.kv_lora_rank + s.qk_rope_head_dim
+    elements = [
+        (n, own, width),  # q_nope and q_pe of a slice's rows
+        (2, n, heads, width),
+        (2, n, heads, o),
+        (n, heads, o),
+        (t, own, o),  # absorbed queries
+        (t, own, o),  # attention to the new tokens
+        (t, width),
+    ]
+    floats = [
+        (2, n, heads, o),  # partial outputs of split keys
+        (2, n, heads),
+        (2, n, heads),  # lse in groups
+        (n, heads),
+        (n, own),
+        (t, own),
+        (t, s.dcp_size),  # local lens, int32
+        (160 * 64, o + 1),  # one tile of rows for each multiprocessor
+    ]
+    total = sum(math.prod(shape) for shape in elements) * s.element_bytes
+    return total + sum(math.prod(shape) for shape in floats) * 4 + t * (1 + 2 * 2) * 8
+
+
+def test_pass_q_fills_the_workspace_and_no_more():
+    for _ in range(200):
+        shape, limit, most = random_shape(), random.randint(1, 1 << 28), random.randint(1, 300)
+        found = pass_q_limits(limit, shape, most)
+        if found == PassQLimits(0, 0):
+            assert pass_q_by_hand(1, 1, shape) > limit
+            continue
+        sizes = found.slice_tokens, found.batch_tokens
+        assert 1 <= found.slice_tokens <= most
+        assert pass_q_bytes(*sizes, shape) == pass_q_by_hand(*sizes, shape) <= limit
+        assert pass_q_by_hand(sizes[0], sizes[1] + 1, shape) > limit
+
+
+GRID = [
+    ReadShape(c, heads // c, 512, 128, 64, 128, element_bytes)
+    for heads in (16, 32, 64, 96, 128)
+    for c in (2, 4, 8)
+    for element_bytes in (2, 4)
+]
+
+
+@pytest.mark.parametrize("shape", GRID, ids=str)
+def test_slices_of_tokens_reach_down_far_enough(shape):
+    """Any workspace from the least one up holds chunks and slices, so heads need no slicing."""
+    group, page = workspace_bytes(1, shape), workspace_bytes(64 * shape.dcp_size, shape)
+    assert group < 0.3 * MIB
+    assert page < 19 * MIB
+    for limit in (page, random.randint(page, 1 << 30)):
+        tokens = workspace_tokens(limit, shape)
+        assert tokens >= 64 * shape.dcp_size
+        assert bytes_by_hand(tokens, shape) <= limit
+    least = pass_q_bytes(1, 1, shape)
+    assert least < 23 * MIB
+    for limit in (least, random.randint(least, 1 << 30)):
+        found = pass_q_limits(limit, shape, 256)
+        assert found.slice_tokens >= 1
+        assert found.batch_tokens >= 1
+        assert pass_q_by_hand(found.slice_tokens, found.batch_tokens, shape) <= limit
+    assert pass_q_limits(least - 1, shape, 256) == PassQLimits(0, 0)
+
+
+def test_the_least_workspaces_that_the_module_names():
+    def least_mb(heads, c):
+        shape = ReadShape(c, heads // c, 512, 128, 64, 128, 2)
+        by_kv, by_q = workspace_bytes(64 * c, shape), pass_q_bytes(1, 1, shape)
+        return -(-by_kv // MIB), -(-by_q // MIB)
+
+    found = {heads: [least_mb(heads, c) for c in (2, 8)] for heads in (16, 128)}
+    assert found == {16: [(2, 21), (3, 21)], 128: [(9, 22), (10, 22)]}
+    assert 0.8 < sum(K3_TP2.slice_bytes().values()) / MIB < 1
+
+
 # ---------------------------------------------------------------- arguments
 
 
@@ -111,6 +199,20 @@ class TestArguments:
         assert make_args(tiny_model, dcp_workspace_mb=least, **asked)
         with pytest.raises(ValueError, match="at least one widened page"):
             make_args(tiny_model, dcp_workspace_mb=least - 1, **asked)
+
+    def test_too_small_for_pass_q(self, tiny_model):
+        """Only where pass-Q alone was asked for; pass-KV serves all batches in the other modes."""
+        small = {"dcp_size": 2, "dcp_workspace_mb": 1}
+        said = r"--dcp-prefill pass-q with --dcp-workspace-mb 1 was .* need (\d+) MiB"
+        with pytest.raises(ValueError, match=said) as error:
+            make_args(tiny_model, dcp_prefill="pass-q", **small)
+        least = int(str(error.value).split(" need ")[1].split()[0])
+        assert make_args(tiny_model, dcp_prefill="auto", **small)
+        args = make_args(tiny_model, dcp_prefill="pass-q", dcp_size=2, dcp_workspace_mb=least)
+
+        from sglang_dcp.hooks.workspace import limit_pass_q
+
+        assert limit_pass_q(args, 64).batch_tokens >= 1
 
     def test_larger_than_the_share_that_is_left(self, tiny_model, monkeypatch):
         def make(workspace_mb):
@@ -278,6 +380,70 @@ def test_an_unbounded_read_would_show(prefix_attention):
     for o, watch in results:
         torch.testing.assert_close(o, want, atol=1e-5, rtol=1e-5)
         assert watch.peak_bytes > 2 * 150_000
+
+
+# ---------------------------------------------------------------- pass-Q's allocations
+
+
+class NoPeers:
+    """Collectives of one rank alone: as much memory as with others, zeros instead of their data."""
+
+    def __init__(self, size):
+        self.rank, self.size = 0, size
+
+    def all_gather(self, out, inp):
+        out.zero_()
+
+    all_to_all = all_gather
+
+
+def pause_in_kernels(monkeypatch, watch):
+    """Triton's interpreter copies the tensors of a launch, which a GPU does not."""
+    from triton.runtime.interpreter import GridExecutor
+
+    launch = GridExecutor.__call__
+
+    def paused(*args, **kwargs):
+        watch.paused = True
+        launch(*args, **kwargs)
+        watch.paused = False
+
+    monkeypatch.setattr(GridExecutor, "__call__", paused)
+
+
+@pytest.mark.skipif(not dispatch.INTERPRETED, reason="the launches are watched in the interpreter")
+@pytest.mark.usefixtures("plugin_loaded")
+@pytest.mark.parametrize(("slice_tokens", "fits"), [(8, True), (24, False)])
+def test_pass_q_stays_inside_the_workspace(monkeypatch, slice_tokens, fits):
+    """The triton backend, whose partial outputs are torch's; larger slices would show."""
+    from extend_ranks import Pool, make_backend
+    from simulated_ranks import as_rank
+
+    from sglang_dcp import state, workspace
+    from sglang_dcp.attention.extend import extend_over_stripes
+    from sglang_dcp.comm.a2a import A2ACommunicator
+
+    monkeypatch.setattr(workspace, "SPLIT_ROWS", 64)  # of a GPU with one multiprocessor
+    gpu = SimpleNamespace(multi_processor_count=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    shape, dims = ReadShape(2, 8, 256, 128, 32, 128, 4), (256, 32)
+    pool = Pool("small", 2, 16, dims, torch.float32, torch.device("cpu"))
+    limit = pass_q_bytes(8, len(pool.q), shape)
+    with as_rank(0, 2):
+        comm = A2ACommunicator(
+            NoPeers(2), num_heads=16, kv_lora_rank=256, qk_rope_head_dim=32,
+            max_tokens=slice_tokens, dtype=torch.float32, device="cpu",
+        )  # fmt: skip
+        state._state = dataclasses.replace(state.get_state(), comm=comm)
+        backend = make_backend("triton", pool, 0)
+        own = pool.q[:, :8].transpose(0, 1).contiguous().transpose(0, 1)
+        with Allocations() as watch:
+            pause_in_kernels(monkeypatch, watch)
+            backend.plan_extend(pool.batch())
+            extend_over_stripes(backend, own[..., :256], own[..., 256:], pool.latent, pool.layer)
+    absorbed_bytes = len(pool.q) * 8 * 256 * 4  # counted, and made before
+    assert (watch.peak_bytes + absorbed_bytes <= limit) == fits, (watch.peak_bytes, limit)
+    assert watch.peak_bytes + absorbed_bytes > 0.4 * limit
 
 
 # ---------------------------------------------------------------- a server

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sglang_dcp.comm.nvlink import NvlinkCommunicator
+from sglang_dcp.comm.nvlink import LineBytes, NvlinkCommunicator
 from sglang_dcp.comm.symmetric import virtual_rank
 from sglang_dcp.kernels.exchange_lines import LINE_BYTES
 from sglang_dcp.kernels.lse_merge import merge_partials
@@ -66,9 +66,9 @@ def states(comm: NvlinkCommunicator) -> tuple[PeerState, PeerState]:
     return exchange, gather
 
 
-def max_line_bytes(lines: bool) -> int:
+def max_line_bytes(lines: bool) -> LineBytes:
     """For exchanges and gathers that all go by lines, or none."""
-    return 1 << 40 if lines else 0
+    return LineBytes(*(1 << 40 if lines else 0,) * 2)
 
 
 def flags(comm: NvlinkCommunicator, name: str) -> torch.Tensor:

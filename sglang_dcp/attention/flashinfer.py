@@ -139,7 +139,7 @@ class DcpFlashInferBackend(
         )
 
     def attend_stripe(self, q: torch.Tensor, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """q [B, H, 576] -> o [B, H, 512], lse [B, H], base 2 (-inf would mark an empty row)."""
+        """q [B, H, 576] -> o [B, H, 512], lse [B, H], base 2; none empty: lengths are clamped."""
         return self._run(self.forward_metadata.decode_wrapper, q, layer)
 
     def _run(self, wrapper: Any, q: torch.Tensor, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:

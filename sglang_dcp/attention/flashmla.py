@@ -95,7 +95,7 @@ class DcpFlashMLABackend(RaggedChunksMixin, FlashInferExtend, StripeMixin, Flash
         return get_mla_metadata(self.kernel_lens, self.num_q_heads, 1)
 
     def attend_stripe(self, q: torch.Tensor, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """q [B, H, 576] -> o [B, H, 512], lse [B, H], base e (+inf would mark an empty row)."""
+        """q [B, H, 576] -> o [B, H, 512], lse [B, H], base e; none empty: lengths are clamped."""
         metadata = self.forward_metadata
         k_cache = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         o, lse = flash_mla_with_kvcache(

@@ -72,7 +72,7 @@ class StripeMixin:
         self.prefix_slices = make_prefix_slices(
             forward_batch.extend_seq_lens_cpu,
             forward_batch.extend_prefix_lens_cpu,
-            dcp.comm.max_tokens,
+            min(dcp.comm.max_tokens, dcp.prefill_policy.limits.slice_tokens),
             dcp.dcp_size,
             self.device,  # type: ignore[attr-defined]
             lambda share: self.plan_prefix(share, forward_batch),
@@ -130,6 +130,11 @@ class StripeMixin:
 
         Upstream merges prefix chunks with a kernel that expects base e, whatever base the chunk's
         attention returned (sglang issue 40903).
+
+        A request without a key in a chunk comes back from flashinfer with a finite o and, in base
+        2, an LSE of -inf or of -5e4 (its kernel for Hopper). Either is as good: a merge weighs by
+        exp of the difference from a real LSE, which is exactly 0 in float32 below -104, and every
+        request has a real one from its new tokens.
         """
         if is_pass_q(forward_batch):
             return self.forward_pass_q(q, k, layer, forward_batch, *args, **kwargs)

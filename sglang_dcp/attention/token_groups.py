@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_dcp.workspace import GROUP_FILL
+
 #: FlashMLA: query rows (token, head) of a thread block, tokens of a KV block, and what switching
 #: to another sequence costs in KV blocks (its metadata kernel).
 ROW_TILE, KV_TILE, SWITCH_BLOCKS = 64, 64, 5
@@ -62,6 +64,13 @@ def make_groups(
     return TokenGroups(tuple(of_group), size, *tensors)
 
 
+def sizes_that_fit(counts: Sequence[int], most: int) -> list[int]:
+    """Powers of two up to `most`, ascending, whose groups have at most GROUP_FILL * n places."""
+    sizes = [1 << i for i in range((max(counts) - 1).bit_length() + 1) if 1 << i <= most]
+    num_places = {size: sum(-(-count // size) * size for count in counts) for size in sizes}
+    return [size for size in sizes if num_places[size] <= GROUP_FILL * sum(counts)]
+
+
 def best_group_size(
     counts: Sequence[int], kv_lens: Sequence[int], num_heads: int, num_sms: int
 ) -> int:
@@ -88,5 +97,4 @@ def best_group_size(
         )
         return waves * (-(-kv_blocks // parts) + SWITCH_BLOCKS)
 
-    sizes = [1 << i for i in range((max(counts) - 1).bit_length() + 1) if 1 << i <= 64]
-    return min(reversed(sizes), key=cost)
+    return min(reversed(sizes_that_fit(counts, ROW_TILE)), key=cost)

@@ -12,15 +12,17 @@ from sglang_dcp.attention.stripe import StripeMixin
 from sglang_dcp.attention.triton_extend import TritonExtend
 from sglang_dcp.kernels.kv_index import build_local_kv_indices
 from sglang_dcp.kernels.split_reduce import reduce_splits
-from sglang_dcp.prefix_gather import GatherPlan, PrefixChunk, make_gather_plans
 
 
 class DcpTritonBackend(TritonExtend, StripeMixin, TritonAttnBackend):
-    """Decode over the stripe; prefill attends, absorbed, to the gathered prefix, or by pass-Q."""
+    """Decode over the stripe; with a prefix, prefill is chunked MHA, or pass-Q.
+
+    Upstream prefills a prefix absorbed, over a contiguous index of all of it and without an LSE;
+    its MHA serves batches without a prefix.
+    """
 
     lse_base = "e"
     _striped = False  # True while upstream's metadata code runs for a decode batch
-    _prefix_plan: GatherPlan
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
@@ -32,20 +34,13 @@ class DcpTritonBackend(TritonExtend, StripeMixin, TritonAttnBackend):
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self._striped = forward_batch.forward_mode.is_decode_or_idle()
+        if not self._striped and prefill_variant(forward_batch) == "pass_kv":
+            self.plan_fresh(forward_batch)
+            return
         try:
             super().init_forward_metadata(forward_batch)
         finally:
-            striped, self._striped = self._striped, False
-        if not striped and prefill_variant(forward_batch) == "pass_kv":
-            self._plan_gather(forward_batch)
-
-    def _plan_gather(self, forward_batch: Any) -> None:
-        """Gather the prefix into a contiguous buffer: its rows are then 0, 1, 2, ..."""
-        lens = forward_batch.extend_prefix_lens_cpu
-        whole = PrefixChunk((0,) * len(lens), tuple(lens))
-        slots = self.forward_metadata.kv_indices
-        (self._prefix_plan,) = make_gather_plans(slots, [whole], state.get_state().dcp_size)
-        self.forward_metadata.kv_indices = torch.arange(slots.shape[0], device=slots.device)
+            self._striped = False
 
     def init_cuda_graph_state(
         self, max_bs: int, max_num_tokens: int, *args: Any, **kw: Any
@@ -129,55 +124,6 @@ class DcpTritonBackend(TritonExtend, StripeMixin, TritonAttnBackend):
             num_tokens=q.shape[0],
             dtype=q.dtype,
         )
-
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        q_rope: torch.Tensor | None = None,
-        k_rope: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Without a prefix upstream's MHA; with one, absorbed MLA over prefix and fresh tokens."""
-        if q_rope is None or k_rope is None:
-            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
-        if prefill_variant(forward_batch) == "pass_q":
-            return self.forward_pass_q(
-                q, k, layer, forward_batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope
-            )
-        if save_kv_cache:
-            self.token_to_kv_pool.set_mla_kv_buffer(layer, forward_batch.out_cache_loc, k, k_rope)
-        prefix = torch.cat(self._gather_prefix(layer, q.dtype), dim=-1)
-        metadata = self.forward_metadata
-        o = q.new_empty((q.shape[0], layer.tp_q_head_num, layer.v_head_dim))
-        self.extend_attention_fwd(
-            torch.cat([q, q_rope], dim=-1),
-            torch.cat([k, k_rope], dim=-1),
-            v.contiguous(),
-            o,
-            prefix,
-            prefix[..., : layer.v_head_dim],
-            metadata.qo_indptr,
-            metadata.kv_indptr,
-            metadata.kv_indices,
-            None,  # no custom mask
-            True,  # causal among the fresh tokens
-            None,
-            metadata.max_extend_len,
-            1.0,
-            1.0,
-            layer.scaling,
-            logit_cap=logit_capping_mod(layer.logit_capping_method, layer.logit_cap),
-        )
-        return o.flatten(1)
-
-    def _gather_prefix(self, layer: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """nope [S, 1, 512] and rope [S, 1, 64] of all prefixes, S = sum of their lengths."""
-        nope, rope = self.token_to_kv_pool.gather_prefix(layer.layer_id, self._prefix_plan, dtype)
-        return nope.unsqueeze(1), rope
 
 
 def create_backend(runner: Any) -> DcpTritonBackend:

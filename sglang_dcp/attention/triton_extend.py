@@ -1,4 +1,8 @@
-"""Pass-Q on SGLang's Triton decode kernel; all LSEs here are base e."""
+"""Prefill over a striped prefix in Triton: pass-KV's chunks, and pass-Q on SGLang's decode kernel.
+
+Upstream's extend kernel returns no LSE, so what is merged comes from `kernels/ragged_attention.py`.
+All LSEs here are base e.
+"""
 
 from dataclasses import dataclass
 from itertools import accumulate
@@ -8,17 +12,17 @@ import torch
 from sglang.srt.layers.attention.triton_backend import logit_capping_mod
 from sglang.srt.layers.attention.triton_ops.decode_attention import _decode_grouped_att_m_fwd
 
-from sglang_dcp import state
+from sglang_dcp import counters, state
+from sglang_dcp.attention.prefill import prefill_variant
 from sglang_dcp.attention.prefix_slices import Share
-from sglang_dcp.attention.token_groups import TokenGroups, make_groups
+from sglang_dcp.attention.token_groups import TokenGroups, make_groups, sizes_that_fit
 from sglang_dcp.kernels.kv_index import build_local_kv_indices
+from sglang_dcp.kernels.ragged_attention import Spans, make_spans, ragged_attention
 from sglang_dcp.kernels.split_reduce import reduce_splits
 
 #: Query rows (token, head) of one program, and the most tokens of a group: every head count of a
 #: group compiles the kernel anew, so sizes are powers of two up to this.
 ROW_TILE, MAX_GROUP = 16, 16
-#: Queries of the causal part at a time, which bounds its scores.
-FRESH_BLOCK = 64
 
 
 @dataclass(frozen=True)
@@ -29,45 +33,19 @@ class _PrefixKernel:
     kv_indptr: torch.Tensor
     kv_indices: torch.Tensor
     num_kv_splits: torch.Tensor
-    partials: torch.Tensor
-    partial_lse: torch.Tensor
-
-
-def attend_latent_causal(
-    q: torch.Tensor, latent: torch.Tensor, v_dim: int, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention of one request's new tokens among themselves, in torch, float32.
-
-    Args:
-        q: [t, H, 576] absorbed queries with their rope parts.
-        latent: [t, 576].
-        v_dim: width of the values, which are the latent's first columns.
-        scale: softmax scale.
-
-    Returns:
-        o [t, H, v_dim] float32 and lse [t, H] float32, base e.
-    """
-    keys, outs, lses = latent.float(), [], []
-    for start in range(0, q.shape[0], FRESH_BLOCK):
-        block = q[start : start + FRESH_BLOCK].float()
-        end = start + block.shape[0]
-        scores = (block.flatten(0, 1) @ keys[:end].T).view(*block.shape[:2], end) * scale
-        position = torch.arange(end, device=q.device)
-        hidden = position[None, :] > position[start:, None]
-        scores.masked_fill_(hidden[:, None, :], float("-inf"))
-        outs.append(scores.softmax(-1) @ keys[:end, :v_dim])
-        lses.append(scores.logsumexp(-1))
-    return torch.cat(outs), torch.cat(lses)
+    splits: int
 
 
 class TritonExtend:
     """Mixed into the subclass of TritonAttnBackend."""
 
+    _new: Spans  # of the new tokens of this batch
+
     def plan_prefix(self, share: Share, forward_batch: Any) -> _PrefixKernel:
         """Groups of tokens of one request, as more heads of one token: keys are read once."""
         dcp, backend = state.get_state(), _as_any(self)
         device: Any = backend.device
-        size = min(1 << (max(share.counts) - 1).bit_length(), MAX_GROUP)
+        size = sizes_that_fit(share.counts, MAX_GROUP)[-1]
         groups = make_groups(share.requests, share.counts, size, device)
         of_groups = torch.tensor(groups.requests).to(device, non_blocking=True)
         lens = backend.own_prefix_lens(groups.requests, forward_batch)
@@ -85,15 +63,8 @@ class TritonExtend:
         )
         num_groups, rows = len(lens), size * dcp.comm.num_heads
         splits = self._num_splits(num_groups * -(-rows // ROW_TILE))
-        shape = (num_groups, rows, splits)
-        return _PrefixKernel(
-            groups,
-            kv_indptr,
-            kv_indices,
-            torch.full((num_groups,), splits, dtype=torch.int32, device=device),
-            torch.empty((*shape, dcp.comm.kv_lora_rank), device=device),
-            torch.empty(shape, device=device),
-        )
+        num_kv_splits = torch.full((num_groups,), splits, dtype=torch.int32, device=device)
+        return _PrefixKernel(groups, kv_indptr, kv_indices, num_kv_splits, splits)
 
     def _num_splits(self, num_programs: int) -> int:
         """Shares of the keys that fill the GPU twice; partials are float32, so no more."""
@@ -107,23 +78,26 @@ class TritonExtend:
         """q [n, H, 576] -> o [n, H, 512], lse [n, H], base e; every token sees all of its keys."""
         k_buffer, v_buffer = _as_any(self).token_to_kv_pool.get_kv_buffer(layer.layer_id)
         grouped = kernel.groups.packed(q)  # [G, s, H, 576]
+        rows = grouped.flatten(1, 2)
+        partial_lse = rows.new_empty((*rows.shape[:2], kernel.splits), dtype=torch.float32)
+        partials = partial_lse.new_empty((*partial_lse.shape, layer.v_head_dim))
         _decode_grouped_att_m_fwd(
-            grouped.flatten(1, 2),
+            rows,
             k_buffer,
             v_buffer,
-            kernel.partials,
-            kernel.partial_lse,
+            partials,
+            partial_lse,
             kernel.kv_indptr,
             kernel.kv_indices,
             kernel.num_kv_splits,
-            kernel.partials.shape[2],
+            kernel.splits,
             layer.scaling,
             logit_capping_mod(layer.logit_capping_method, layer.logit_cap),
             has_mla=True,
         )
         o, lse = reduce_splits(
-            kernel.partials,
-            kernel.partial_lse,
+            partials,
+            partial_lse,
             kernel.kv_indptr,
             kernel.num_kv_splits,
             num_tokens=grouped.shape[0],
@@ -133,26 +107,54 @@ class TritonExtend:
         return kernel.groups.unpacked(o.view(*shape, -1)), kernel.groups.unpacked(lse.view(shape))
 
     def plan_fresh(self, forward_batch: Any) -> None:
-        """Nothing but the lengths."""
-        self._new_lens = forward_batch.extend_seq_lens_cpu
+        """Where each request's new tokens lie, for both variants."""
+        self._new = make_spans(forward_batch.extend_seq_lens_cpu, _as_any(self).device)
 
     def attend_fresh(
         self, q_nope: torch.Tensor, q_pe: torch.Tensor, latent: torch.Tensor, layer: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `ExtendAttention.attend_fresh`; lse base e, -inf for padded rows at the end.
+        """See `ExtendAttention.attend_fresh`; lse base e, -inf for padded rows at the end."""
+        v = latent[..., : layer.v_head_dim]
+        indptr = self._new.indptr
+        return ragged_attention(q_nope, q_pe, latent, v, self._new, indptr, layer.scaling, True)
 
-        In torch: upstream's extend kernel returns no LSE, and pass-Q is for few new tokens.
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Pass-KV: expanded heads over the new tokens or a prefix chunk; else as StripeMixin.
+
+        Args:
+            q: [T, H/c, 192], k: [S, H/c, 192], v: [S, H/c, 128], S the keys of the part.
+
+        Returns:
+            o [T, H/c, 128] and lse [T, H/c], base e; a request without a key in the chunk has o = 0
+            and lse = -inf. Padded rows at the end have 0 and 0 in the first part: upstream's merge
+            would make NaN of two -inf.
         """
-        out = torch.zeros_like(q_nope, memory_format=torch.contiguous_format)
-        lse = torch.full(q_nope.shape[:2], float("-inf"), device=q_nope.device)
-        at = 0
-        for length in self._new_lens:
-            rows = slice(at, at + length)
-            q = torch.cat([q_nope[rows], q_pe[rows]], dim=-1)
-            o, lse[rows] = attend_latent_causal(q, latent[rows, 0], layer.v_head_dim, layer.scaling)
-            out[rows] = o.to(out.dtype)
-            at += length
-        return out, lse
+        if prefill_variant(forward_batch) != "pass_kv":
+            return super().forward_extend(  # type: ignore[misc]
+                q, k, v, layer, forward_batch, *args, **kwargs
+            )
+        assert forward_batch.mha_return_lse, "upstream's chunked MHA merges"
+        keys, over_prefix = self._new.indptr, forward_batch.attn_attend_prefix_cache
+        if over_prefix:
+            keys = forward_batch.prefix_chunk_cu_seq_lens[forward_batch.prefix_chunk_idx]
+            counters.count("prefix_chunk")
+        q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        nope = layer.qk_head_dim - _as_any(self).token_to_kv_pool.qk_rope_head_dim
+        o, lse = ragged_attention(
+            q[..., :nope], q[..., nope:], k, v, self._new, keys, layer.scaling, not over_prefix
+        )
+        if not over_prefix:
+            lse[self._new.total :] = 0
+        return o, lse
 
 
 def _as_any(backend: Any) -> Any:

@@ -1,16 +1,17 @@
 """`nvlink`: one kernel gathers the queries, one kernel exchanges and merges. No NCCL, no packing.
 
 Ranks store into each other's symmetric memory; the protocol is in `kernels.peer_signal`. Either
-kernel has a twin for small batches, whose data carry their own flags (`kernels.line_gather_q`,
-`kernels.line_exchange`): one trip over the link instead of two, with 9/8 of the bytes. Buffers
-are sized once for the largest decode batch and never move, so graphs of all batch sizes share them
-with eager calls. Larger eager batches (graphs off) go over `a2a`; prefill comes in slices that fit.
+kernel has a twin for small batches, whose data carry their own flags (`kernels.line_exchange`, and
+`kernels.line_gather_q`, off by default): one trip over the link instead of two, with 9/8 of the
+bytes. Buffers are sized once for the largest decode batch and never move, so graphs of all batch
+sizes share them with eager calls. Larger eager batches (graphs off) go over `a2a`; prefill comes in
+slices that fit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,14 +37,24 @@ from sglang_dcp.kernels.tilings import (
 )
 
 MAX_LANES = 512
-#: Received bytes of an exchange up to which lines beat flags (H=96, c=2: up to 32 tokens); of a
-#: gather, where they are not timed yet, too.
-MAX_LINE_BYTES = 3 << 19
 # While ranks compile, load and capture they may be minutes apart; in serving they are not.
 START_UP_WAIT_S = 600.0
 _REGION_ALIGN = 256
 
 Allocate = Callable[[int], SymmetricBuffer]
+
+
+class LineBytes(NamedTuple):
+    """The largest calls, in bytes that a rank receives, that go by lines; 0 for none."""
+
+    exchange: int
+    gather: int
+
+
+#: Exchanges: 32 tokens for H=96, c=2, where lines won at 16 and lost at 64
+#: (scripts/results/bench_exchange_c2_kernels.json). Gathers: none until both kernels are timed
+#: (`bench_exchange.py --backends lines flags`).
+MAX_LINE_BYTES = LineBytes(exchange=3 << 19, gather=0)
 
 
 @register_comm_backend("nvlink")
@@ -58,8 +69,7 @@ class NvlinkCommunicator(Communicator):
         transport: names the group, and carries batches above max_tokens.
         allocate: from bytes to this rank's symmetric buffer; by default a rendezvous of the
             transport's process group.
-        max_line_bytes: largest exchange, and largest gather, in bytes that a rank receives, that
-            goes by lines; 0 for none. The bits are the same.
+        max_line_bytes: which calls go by lines. The bits are the same.
         dims: as for `Communicator`.
 
     Raises:
@@ -73,16 +83,16 @@ class NvlinkCommunicator(Communicator):
         transport: Transport,
         *,
         allocate: Allocate | None = None,
-        max_line_bytes: int = MAX_LINE_BYTES,
+        max_line_bytes: LineBytes = MAX_LINE_BYTES,
         **dims: Any,
     ) -> None:
         super().__init__(transport, **dims)
         item = self.dtype.itemsize
         row_bytes, q_bytes = self.kv_lora_rank * item, self.q_dim * item
-        self.line_tokens = self._tokens_in(max_line_bytes, row_bytes)
+        self.line_tokens = self._tokens_in(max_line_bytes.exchange, row_bytes)
         # lines of queries are made of whole chunks of either part
         in_chunks = row_bytes % VEC_BYTES == q_bytes % VEC_BYTES == 0
-        self.line_gather_tokens = self._tokens_in(max_line_bytes, q_bytes) if in_chunks else 0
+        self.line_gather_tokens = self._tokens_in(max_line_bytes.gather * in_chunks, q_bytes)
         self._row_lines = lines_per_row(self.kv_lora_rank, item)
         self._gather_lines = lines_of_rows(self.line_gather_tokens * self.local_heads, q_bytes)
         self._add_buffer("q_all", self.line_gather_tokens * self.num_heads * self.q_dim, self.dtype)

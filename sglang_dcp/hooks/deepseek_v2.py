@@ -7,16 +7,25 @@ from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods
     AttnForwardMethod,
 )
 
-from sglang_dcp.attention.prefill import is_pass_q
+from sglang_dcp.attention.prefill import prefill_variant
+from sglang_dcp.prefill_policy import Variant
+
+_METHODS: dict[Variant, Any] = {
+    "pass_q": AttnForwardMethod.MLA,
+    "pass_kv": AttnForwardMethod.MHA_CHUNKED_KV,
+}
 
 
 def around_dispatch_attn_forward_method(
     original: Callable[..., Any], self: Any, forward_batch: Any
 ) -> Any:
-    """AROUND DeepseekV2AttentionMLA.dispatch_attn_forward_method: pass-Q is absorbed MLA.
+    """AROUND DeepseekV2AttentionMLA.dispatch_attn_forward_method: by variant, on every backend.
 
-    Upstream's absorbed form then projects with w_kc and w_vc and calls the backend's
-    `forward_extend` with q_nope and q_pe apart, which is all that pass-Q needs of the model.
+    Pass-Q is absorbed MLA: upstream projects with w_kc and w_vc and calls the backend's
+    `forward_extend` with q_nope and q_pe apart, which is all that it needs of the model. Pass-KV is
+    MHA in chunks, which upstream's triton has only without a prefix.
     """
     method = original(self, forward_batch)
-    return AttnForwardMethod.MLA if is_pass_q(forward_batch) else method
+    if not forward_batch.forward_mode.is_extend_without_speculative():
+        return method
+    return _METHODS.get(prefill_variant(forward_batch), method)

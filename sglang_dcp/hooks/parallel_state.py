@@ -22,7 +22,7 @@ from sglang_dcp.comm import (
 )
 from sglang_dcp.comm.shadow import Shadow
 from sglang_dcp.comm.symmetric import probe_peers
-from sglang_dcp.hooks.workspace import limit_prefix_chunks
+from sglang_dcp.hooks.workspace import limit_pass_q, limit_prefix_chunks
 from sglang_dcp.layout import dcp_groups
 from sglang_dcp.planner.models import shape_from_config
 from sglang_dcp.prefill_policy import PrefillCosts, PrefillPolicy, PrefillRates, load_rates
@@ -98,11 +98,12 @@ def _make_policy(server_args: Any, comm: Communicator) -> PrefillPolicy:
     """The policy of --dcp-prefill, with the rates of this machine."""
     path = envs.prefill_calibration()
     config = server_args.get_model_config().hf_config.to_dict()
+    limits = limit_pass_q(server_args, comm.max_tokens)
     costs = PrefillCosts(
         model=shape_from_config(config, server_args.model_path, server_args.model_path),
         num_heads=comm.num_heads,
         dcp_size=comm.dcp_size,
-        slice_tokens=comm.max_tokens,
+        slice_tokens=max(limits.slice_tokens, 1),
         chunk_tokens=sglang_envs.SGLANG_MAX_KV_CHUNK_CAPACITY.get(),  # fits the workspace by now
         rates=PrefillRates() if path is None else load_rates(path),
     )
@@ -111,7 +112,7 @@ def _make_policy(server_args: Any, comm: Communicator) -> PrefillPolicy:
             f"DCP: prefill by pass-Q below about {costs.crossover_tokens(128_000)} new tokens on "
             f"128000 cached ones, by pass-KV above (rates: {path or costs.rates.source})."
         )
-    return PrefillPolicy(server_args.dcp_prefill, costs)
+    return PrefillPolicy(server_args.dcp_prefill, costs, limits)
 
 
 def after_initialize_model_parallel(result: None, *args: Any, **kwargs: Any) -> None:

@@ -74,10 +74,14 @@ def after_get_internal_state(result: Any, self: Any, recv_req: Any) -> Any:
 
     Only rank 0's answer reaches the client of /server_info.
     """
+    info: dict[str, Any] = {}
+    if self.server_args.device == "cuda":
+        info["gpu_bytes"] = torch.cuda.memory_allocated()
+        info["gpu_bytes_peak"] = torch.cuda.max_memory_allocated()
     pool = self.token_to_kv_pool_allocator.get_kvcache()
     first_layer = pool.kv_buffer[0]
     in_use = first_layer[pool.page_size :].flatten(1).any(dim=1)  # page 0 is the dummy page
-    info = {
+    info |= {
         "kv_rows_allocated": pool.size,
         "kv_rows_written": int(in_use.sum()),
         "kv_bytes": int(pool.get_kv_size_bytes()),
@@ -91,4 +95,6 @@ def after_get_internal_state(result: Any, self: Any, recv_req: Any) -> Any:
         if dcp.shadow is not None:
             info["shadow"] = dcp.shadow.report()
     counters.flush(torch.distributed.get_rank(), info)
+    if self.server_args.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()  # the next reading is of what comes
     return result

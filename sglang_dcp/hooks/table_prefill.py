@@ -43,8 +43,8 @@ PREFILL: tuple[Patch, ...] = (
         kind="around",
         params=("self", "forward_batch"),
         hook=HOOKS + "deepseek_v2:around_dispatch_attn_forward_method",
-        why="pass-Q prefills absorbed, as decode does; upstream would expand K and V",
+        why="pass-Q prefills absorbed and pass-KV in chunks, whatever upstream does on a backend",
         remove_when=NATIVE,
-        test="tests/test_serve_prefill.py",
+        test="tests/test_prefill_rows.py",
     ),
 )

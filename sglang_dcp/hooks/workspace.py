@@ -1,11 +1,18 @@
-"""The workspace of pass-KV for a set of server arguments: its chunk size, and what is refused."""
+"""--dcp-workspace-mb of a set of server arguments: sizes of chunks and slices, what is refused."""
 
 import logging
 from typing import Any
 
 from sglang.srt.environ import envs
 
-from sglang_dcp.workspace import ReadShape, workspace_bytes, workspace_tokens
+from sglang_dcp.workspace import (
+    PassQLimits,
+    ReadShape,
+    pass_q_bytes,
+    pass_q_limits,
+    workspace_bytes,
+    workspace_tokens,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +51,23 @@ def limit_prefix_chunks(args: Any) -> None:
     )
 
 
+def limit_pass_q(args: Any, most_slice_tokens: int) -> PassQLimits:
+    """New tokens of a slice and of a batch of pass-Q that fit the workspace; one log line."""
+    limits = pass_q_limits(args.dcp_workspace_mb * MIB, read_shape(args), most_slice_tokens)
+    if args.dcp_prefill != "pass-kv":
+        logger.info(
+            f"DCP: pass-Q takes batches of up to {limits.batch_tokens} new tokens in slices of "
+            f"{limits.slice_tokens}, larger ones go by pass-KV "
+            f"(--dcp-workspace-mb {args.dcp_workspace_mb})."
+        )
+    return limits
+
+
 def check_workspace(args: Any) -> None:
-    """Raise ValueError unless the workspace holds a widened page and the GPU holds the workspace.
+    """Raise ValueError unless the workspace holds the least work and the GPU holds the workspace.
+
+    The least is a widened page for pass-KV, which every mode needs for large batches, and a token
+    for pass-Q where it alone was asked for.
 
     Args:
         args: a ServerArgs with dcp_size > 1 after its own `__post_init__`.
@@ -58,6 +80,13 @@ def check_workspace(args: Any) -> None:
             f"--dcp-workspace-mb {asked} was asked for: a prefix is read in chunks of at least one "
             f"widened page, and {args.page_size} tokens of {shape.heads_local} heads need "
             f"{least_mb} MiB. Use --dcp-workspace-mb {least_mb} or more."
+        )
+    least_q_mb = -(-pass_q_bytes(1, 1, read_shape(args)) // MIB)
+    if args.dcp_prefill == "pass-q" and asked < least_q_mb:
+        raise ValueError(
+            f"--dcp-prefill pass-q with --dcp-workspace-mb {asked} was asked for: one new token "
+            f"and the partial outputs of split keys need {least_q_mb} MiB. Use --dcp-workspace-mb "
+            f"{least_q_mb} or more, or --dcp-prefill auto."
         )
     share_mb = _free_share_mb(args)
     if share_mb is not None and asked > share_mb:

@@ -54,6 +54,9 @@ A's stores of launch k had been seen by B before A's launch k+2 began (3').
 
 A peer may be one launch ahead; its lines are in the other half then.
 
+Exchanges by flags in between change nothing: epochs count the launches of this kernel, its region
+is its own, and all ranks take the same kernel for the same batch (1).
+
 Nobody waits for ever, as in `peer_signal`: a wait ends after the limit, with the same record.
 """
 

@@ -1,10 +1,12 @@
 """What the benchmark scripts share: step times, the planner's word on them, and result records."""
 
+import argparse
 import math
 import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -143,6 +145,19 @@ def add_ratios(runs: Sequence[dict[str, Any]]) -> None:
                 "ratio_to_predicted": row.get("predicted_ms"),
             }
             row.update({k: v and row["step_p50_ms"] / v for k, v in others.items()})
+
+
+def parse_run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse `argv` with what a script that serves and records takes besides; `log_dir` exists."""
+    parser.add_argument(
+        "--start-timeout-s", type=float, default=300, metavar="S", help="default 300"
+    )
+    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="default: a temporary folder")
+    parser.add_argument("--git-hash", metavar="HASH", help="where the tree is not a git checkout")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result")
+    args = parser.parse_args(argv)
+    args.log_dir = args.log_dir or Path(tempfile.mkdtemp())
+    return args
 
 
 def git_hash() -> str:

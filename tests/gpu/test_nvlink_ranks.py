@@ -22,7 +22,7 @@ from virtual_nvlink import (
 )
 
 from sglang_dcp.comm import TorchTransport
-from sglang_dcp.comm.nvlink import NvlinkCommunicator
+from sglang_dcp.comm.nvlink import LineBytes, NvlinkCommunicator
 from sglang_dcp.comm.symmetric import probe_peers
 
 NUM_GPUS = torch.cuda.device_count()
@@ -31,7 +31,9 @@ pytestmark = [
     pytest.mark.skipif(NUM_GPUS < 2, reason="needs two CUDA GPUs with peer access"),
 ]
 DIM, ROPE, MAX_TOKENS = 512, 64, 64
-LINES = {"flags": 0, "lines": 1 << 40, "mixed": 1 << 17}  # bytes that go by lines
+#: Bytes that go by lines.
+LINES = {"flags": LineBytes(0, 0), "lines": LineBytes(1 << 40, 1 << 40)}
+LINES["mixed"] = LineBytes(1 << 17, 1 << 17)
 EPOCH = 2**31 - 40
 
 

@@ -287,10 +287,10 @@ def test_gathers_by_lines_back_to_back(size, num_heads, dtype, jitter_us):
 
 ALONE = """
 import torch
-from virtual_nvlink import make_ranks, random_partials
+from virtual_nvlink import make_ranks, max_line_bytes, random_partials
 device = torch.device("cuda")
 comm, _ = make_ranks(2, device, 4, num_heads=4, kv_lora_rank=512, qk_rope_head_dim=64,
-                     max_tokens=4, dtype=torch.bfloat16, max_line_bytes={lines})
+                     max_tokens=4, dtype=torch.bfloat16, max_line_bytes=max_line_bytes({lines}))
 comm.set_wait_limit(0.5)
 o, lse, lens = random_partials(2, 3, 4, 512, torch.bfloat16, device)
 if "{call}" == "exchange":
@@ -309,7 +309,7 @@ except RuntimeError:
 @pytest.mark.parametrize("call", ["exchange", "gather"])
 def test_a_dead_peer_traps_and_is_named(call, lines):
     env = clean_env() | {"PYTHONPATH": ":".join(p for p in sys.path if p)}
-    program = ALONE.replace("{call}", call).replace("{lines}", str(max_line_bytes(lines)))
+    program = ALONE.replace("{call}", call).replace("{lines}", str(lines))
     done = subprocess.run(
         [sys.executable, "-c", program],
         env=env,
