@@ -14,7 +14,6 @@ are so coarse that unrelated tokens tie.
 import argparse
 import itertools
 import json
-import os
 import random
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from typing import Any
 
 import torch
 
+from sglang_dcp import envs
 from sglang_dcp.testing import bench
 from sglang_dcp.testing.compare import (
     Comparison,
@@ -35,10 +35,9 @@ from sglang_dcp.testing.compare import (
     logprob_spread,
 )
 from sglang_dcp.testing.observe import rank_counters
-from sglang_dcp.testing.server import GpuSets, Server, ServerError
+from sglang_dcp.testing.server import GpuSets, Server, ServerError, on_shared_gpu
 from sglang_dcp.testing.tiny_model import GPU_MODEL, write_tiny_model
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGE_SIZES = {"flashmla": 64}
 BASELINES = ("flashmla", "flashinfer", "triton")
 MAX_GRAPH_BATCH = 32
@@ -156,10 +155,9 @@ def serve(
     """Start the server of `run`, ask it everything, stop it."""
     module, command = command_of(run, model, args)
     if args.share_gpu:
-        module, command = "shared_gpu", [module, *command]
+        module, command = on_shared_gpu(module, command)
     counters = args.log_dir / f"{run.tag}.counters"
-    path = [str(ROOT / "tests" / "gpu"), os.environ.get("PYTHONPATH", "")]
-    env = {"SGLANG_DCP_COUNTERS_DIR": str(counters), "PYTHONPATH": os.pathsep.join(path)} | gpu_env
+    env = {envs.COUNTERS_DIR: str(counters)} | gpu_env
     if args.parallel > 1:  # ranks see the memory that others take
         env["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
     server = Server(command, args.log_dir / f"{run.tag}.log", module, env, args.start_timeout_s)
@@ -256,9 +254,7 @@ def parse_run(text: str) -> Run:
 
 def record(args: argparse.Namespace, reports: dict[str, Any]) -> dict[str, Any]:
     """What a result file needs to be judged later."""
-    hardware = f"{args.tp} x {bench.gpu_name()}"
-    if args.share_gpu:
-        hardware = f"1 x {bench.gpu_name()} (all ranks on one GPU)"
+    hardware = bench.hardware_of(args.tp, args.share_gpu)
     return bench.record("compare_upstream.py", hardware, args.git_hash, reports=reports)
 
 

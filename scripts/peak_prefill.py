@@ -21,7 +21,7 @@ from sglang_dcp.testing import bench
 from sglang_dcp.testing.bench_servers import MODELS, write_model
 from sglang_dcp.testing.client import ServerError
 from sglang_dcp.testing.observe import rank_counters
-from sglang_dcp.testing.server import Server
+from sglang_dcp.testing.server import Server, on_shared_gpu
 
 VOCAB_SIZE = 4000
 TIMEOUT_S = 3600.0
@@ -59,9 +59,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     model, counters = write_model(args.model, args.log_dir / args.model), args.log_dir / "counters"
     env: dict[str, str | None] = {envs.COUNTERS_DIR: str(counters)}
     log = args.log_dir / "peak-prefill.log"
-    with Server(
-        command_of(model, args), log, env=env, start_timeout_s=args.start_timeout_s
-    ) as server:
+    module, command = "sglang_dcp.launch_server", command_of(model, args)
+    if args.share_gpu:
+        module, command = on_shared_gpu(module, command)
+    with Server(command, log, module, env, args.start_timeout_s) as server:
         rng = random.Random(0)
         peak_bytes(server, args.chunk_tokens, rng, counters, args)  # kernels load
         fresh_bytes, _ = peak_bytes(server, args.chunk_tokens, rng, counters, args)
@@ -92,6 +93,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--chunk-tokens", type=int, default=8192, metavar="N", help="default 8192")
     parser.add_argument("--workspace-mb", type=int, default=512, metavar="N", help="default 512")
     parser.add_argument("--mem-fraction-static", type=float, default=0.6, metavar="F", help="0.6")
+    parser.add_argument("--share-gpu", action="store_true", help="all ranks on GPU 0 (slow)")
     return bench.parse_run(parser, argv)
 
 
@@ -103,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ServerError, OSError) as error:
         sys.exit(f"error: {error}")
     if args.json:
-        hardware = f"{args.tp} x {bench.gpu_name()}"
+        hardware = bench.hardware_of(args.tp, args.share_gpu)
         record = bench.record("peak_prefill.py", hardware, args.git_hash, **found)
         args.json.write_text(json.dumps(record, indent=1))
     read_mb = [f"{num_bytes / 2**20:.0f}" for num_bytes in found["read_bytes"]]

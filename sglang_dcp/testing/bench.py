@@ -173,6 +173,11 @@ def gpu_name() -> str:
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
 
 
+def hardware_of(num_gpus: int, share_gpu: bool) -> str:
+    """The `hardware` of a record: number and name of the GPUs of a server."""
+    return f"1 x {gpu_name()} (all ranks on one GPU)" if share_gpu else f"{num_gpus} x {gpu_name()}"
+
+
 def record(script: str, hardware: str, known_hash: str | None, **results: Any) -> dict[str, Any]:
     """What a result file needs to be judged later.
 

@@ -15,7 +15,7 @@ from types import TracebackType
 
 from sglang_dcp.testing.client import Client, ServerError
 
-__all__ = ["GpuSets", "Server", "ServerError", "free_port"]
+__all__ = ["GpuSets", "Server", "ServerError", "free_port", "on_shared_gpu"]
 
 
 def free_port() -> int:
@@ -55,6 +55,11 @@ class GpuSets:
             yield {"CUDA_VISIBLE_DEVICES": devices}
         finally:
             self._free.put(devices)
+
+
+def on_shared_gpu(module: str, args: Sequence[str]) -> tuple[str, list[str]]:
+    """Module and arguments of the same server with all its ranks on GPU 0 (`shared_gpu`)."""
+    return "sglang_dcp.testing.shared_gpu", [module, *args]
 
 
 class Server(Client):

@@ -1,6 +1,6 @@
 """Every attention backend on GPUs, through real servers: scripts/compare_upstream.py as a test.
 
-On a machine with one GPU both ranks share it (tests/gpu/shared_gpu.py).
+On a machine with one GPU both ranks share it (sglang_dcp/testing/shared_gpu.py).
 """
 
 import json

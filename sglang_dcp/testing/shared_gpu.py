@@ -1,4 +1,4 @@
-"""Run an SGLang server with all its ranks on GPU 0: `python -m shared_gpu MODULE ARGS...`.
+"""Serve with all ranks on GPU 0: `python -m sglang_dcp.testing.shared_gpu MODULE ARGS...`.
 
 For correctness checks on a machine with one GPU. NCCL refuses two ranks of one host on one GPU, so
 each rank calls itself a host of its own and they talk over loopback sockets: slow, but the same
@@ -10,8 +10,6 @@ import os
 import runpy
 import sys
 from collections.abc import Iterator
-
-from sglang.srt.entrypoints import engine
 
 SHARED_GPU_ENV = {
     "NCCL_IB_DISABLE": "1",
@@ -28,9 +26,16 @@ def _always_gpu_zero(gpu_id: int) -> Iterator[int]:
     yield 0
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Become the server, told on the command line."""
+    from sglang.srt.entrypoints import engine
+
     os.environ.update(SHARED_GPU_ENV)
-    engine.maybe_reindex_device_id = _always_gpu_zero
+    engine.maybe_reindex_device_id = _always_gpu_zero  # type: ignore[assignment]
     module, *arguments = sys.argv[1:]
     sys.argv = [module, *arguments, "--disable-custom-all-reduce"]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
