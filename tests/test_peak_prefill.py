@@ -4,7 +4,7 @@ import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -27,9 +27,13 @@ class HoldingServer(Client):
     """Two ranks that hold 1 GB, and 128 KiB for a prompt; rank 1 reads prefixes with more."""
 
     prefix_bytes = 200 << 20
+    modules: ClassVar[list[str]] = []
 
-    def __init__(self, command: list[str], log: Path, env: Any, start_timeout_s: float) -> None:
+    def __init__(
+        self, command: list[str], log: Path, module: str, env: Any, start_timeout_s: float
+    ) -> None:
         super().__init__("http://nowhere")
+        self.modules.append(module)
         assert command[command.index("--dcp-prefill") + 1] == "pass-kv"
         self.folder, self.startup_s = Path(env[envs.COUNTERS_DIR]), 1.0
         self.folder.mkdir(parents=True)
@@ -62,9 +66,12 @@ def test_peak_of_a_prefill(
     monkeypatch.setattr(script, "Server", HoldingServer)
     result = tmp_path / "peak.json"
     sizes = ["--prompt-tokens", "500", "--chunk-tokens", "100", "--git-hash", "abc"]
+    sharing = ["--share-gpu"] * (workspace_mb == 256)
     files = ["--log-dir", str(tmp_path), "--json", str(result)]
-    code = script.main([*sizes, "--workspace-mb", str(workspace_mb), *files])
+    code = script.main([*sizes, "--workspace-mb", str(workspace_mb), *files, *sharing])
     assert code == (1 if workspace_mb == 100 else 0)
+    module = "sglang_dcp.testing.shared_gpu" if sharing else "sglang_dcp.launch_server"
+    assert script.Server.modules[-1] == module
     record = json.loads(result.read_text())
     assert record["read_bytes"] == [0, 200 << 20]
     assert f"took 0, 200 MiB on the ranks, of {workspace_mb}" in capsys.readouterr().out
