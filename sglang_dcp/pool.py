@@ -1,6 +1,5 @@
 """The striped latent pool of one rank: stage 2 of the decode step, and the read of pass-KV."""
 
-from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -8,7 +7,6 @@ from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool, unwrap_write_loc
 
 from sglang_dcp import counters, state
 from sglang_dcp.kernels.kv_write import set_mla_kv_buffer_dcp_sharded
-from sglang_dcp.prefix_gather import GatherPlan
 from sglang_dcp.prefix_reader import PrefixReader
 
 
@@ -57,22 +55,16 @@ class DcpMLATokenToKVPool(MLATokenToKVPool):
         self.set_mla_kv_buffer(layer, loc, nope, rope)
 
     def read_prefix_chunk(
-        self,
-        layer_id: int,
-        plans: Sequence[GatherPlan],
-        index: int,
-        max_tokens: int,
-        dtype: torch.dtype,
+        self, layer_id: int, forward_batch: Any, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Collective read (pass-KV) of one chunk of prefixes, within static buffers.
+        """Collective read (pass-KV) of the batch's chunk in turn, within static buffers.
 
         Every rank of the group reads all chunks of a layer, in order, with the same lengths.
 
         Args:
             layer_id: layer.
-            plans: of all chunks of the batch, made once.
-            index: chunk.
-            max_tokens: most tokens of a chunk of any batch; sizes the buffers at the first read.
+            forward_batch: names the chunk and has the plans of all; its largest chunk of any batch
+                sizes the buffers at the first read.
             dtype: dtype of the result.
 
         Returns:
@@ -83,7 +75,9 @@ class DcpMLATokenToKVPool(MLATokenToKVPool):
         if self._prefix_reader is None:
             row_bytes = rows.shape[1] * rows.element_size()
             transport = state.get_state().comm.transport
-            self._prefix_reader = PrefixReader(transport, max_tokens, row_bytes, rows.device)
+            most_tokens = forward_batch.get_max_chunk_capacity()
+            self._prefix_reader = PrefixReader(transport, most_tokens, row_bytes, rows.device)
+        plans, index = forward_batch.dcp_gather_plans, forward_batch.prefix_chunk_idx
         nope, rope = self._prefix_reader.read(rows, plans, index, self.kv_lora_rank, dtype)
         return nope, rope.unsqueeze(1)
 

@@ -6,6 +6,7 @@ from typing import Any
 from sglang_dcp.comm import Communicator
 from sglang_dcp.comm.shadow import Shadow
 from sglang_dcp.prefill_policy import PrefillPolicy
+from sglang_dcp.workspace import ChunkBudget
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class DcpState:
         comm: the communicator that does stages 4 and 6 (+7).
         owns_coordinator: False if it is upstream's own group of the same ranks.
         shadow: in shadow mode, what compares it with another one.
+        chunk_budget: bounds pass-KV's chunks; None: only upstream's capacity does.
         prefill_policy: how prefill reads a striped prefix.
     """
 
@@ -30,6 +32,7 @@ class DcpState:
     comm: Communicator
     owns_coordinator: bool = True
     shadow: Shadow | None = None
+    chunk_budget: ChunkBudget | None = None
     prefill_policy: PrefillPolicy = field(default_factory=PrefillPolicy)
 
 

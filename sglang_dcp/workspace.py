@@ -2,9 +2,10 @@
 
 pass-KV expands the latent rows of a prefix into K and V of every local head, some 50 KB a token for
 96 heads on two GPUs, where the latent row has 1.1 KB. So a prefix is read in chunks (bounded
-buffers as in "Untied Ulysses", arXiv 2602.21196). pass-Q holds queries and partial outputs of all
-heads for a slice of new tokens, 0.75 MB a token for 96 heads, and absorbed queries of own heads
-for all new tokens of the batch; a batch with more of them than fit goes by pass-KV.
+buffers as in "Untied Ulysses", arXiv 2602.21196), which are the smaller, the more new tokens the
+batch has: each has an output for the chunk beside its own. pass-Q holds queries and partial outputs
+of all heads for a slice of new tokens, 0.75 MB a token for 96 heads, and absorbed queries of own
+heads for all new tokens of the batch; a batch with more of them than fit goes by pass-KV.
 
 Slices by token alone reach down far enough, so heads are never sliced. The smallest workspaces that
 are accepted, in bf16 at pages of 64 tokens, as tests/test_workspace.py counts them:
@@ -12,27 +13,31 @@ are accepted, in bf16 at pages of 64 tokens, as tests/test_workspace.py counts t
     16 heads     2 MiB (c = 2) to  3 MiB (c = 8) for pass-KV,  21 MiB for pass-Q
     128 heads    9 MiB (c = 2) to 10 MiB (c = 8) for pass-KV,  22 MiB for pass-Q
 
-pass-KV's is one widened page of every local head, pass-Q's is one new token beside the partial
-outputs of split keys (20 MiB). Slices of the heads would only lower these, which no GPU lacks, and
-pass-KV would gather the prefix, pass-Q read its stripe, once for each of them.
+pass-KV's is one widened page of every local head for one new token, without plans; pass-Q's is one
+new token beside the partial outputs of split keys (20 MiB). Slices of the heads would only lower
+these, which no GPU lacks, and pass-KV would gather the prefix, pass-Q read its stripe, once for
+each of them.
 
 Not counted: the communicator's buffers, which decode has anyway; upstream's activations of new
-tokens, which its prefill chunk size bounds; the index of the prefixes, where the pool has 1.1 KB a
-token and layer (`INDEX_BYTES` a token for pass-KV; for pass-Q 4 bytes a token of the stripe, on
-triton for each group of new tokens); flashinfer's plans, 8 MiB for each distinct chunk or slice
-(`attention.ragged_chunks`). Imports neither torch nor SGLang.
+tokens, which it has without a prefix, too; for pass-Q its index of the prefixes, 4 bytes a token of
+the stripe (on triton for each group of new tokens), and flashinfer's plans, 8 MiB a slice. Imports
+neither torch nor SGLang.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 _SLOT_BYTES = 4  # int32, upstream's kv_indices
 _INDEX_BYTES = 8  # int64 at most, the gather plan's
-#: Of a prefix token, for all layers, at most: its slot and its place in a gather.
-INDEX_BYTES = _SLOT_BYTES + _INDEX_BYTES
+MIB = 1 << 20
+#: Of a prefix token, for all layers, at most: its slot, its place in a gather, and its rank's row.
+INDEX_BYTES = _SLOT_BYTES + _INDEX_BYTES + _SLOT_BYTES
 _FLOAT_BYTES = 4
+#: flashinfer's integers for a plan; all full chunks of a request share one.
+PLAN_BYTES = 8 * MIB
 #: Places that grouped queries of a slice may take, for every token (`attention.token_groups`).
 GROUP_FILL = 2
 #: Rows (token, head) of partial outputs that splitting the keys adds: a tile of 64 for each
@@ -64,27 +69,32 @@ class ReadShape:
         """A latent row."""
         return (self.kv_lora_rank + self.qk_rope_head_dim) * self.element_bytes
 
-    def group_bytes(self) -> dict[str, int]:
-        """pass-KV's bytes that live at once, for c consecutive prefix tokens (one row a rank).
+    def static_bytes(self) -> dict[str, int]:
+        """pass-KV's static buffers for c consecutive tokens of the largest chunk.
 
-        A chunk is worked on while the next one arrives. Upstream's loop keeps a view of the last
-        chunk's kv until it has the new one, so beside kv lives either that, or the new copies in
-        token order (before the new kv), or k (after it). What grows with the new tokens (queries,
-        outputs) is bounded by the prefill chunk size and no part of the read.
+        The next chunk's rows arrive there while a chunk is worked on.
+        """
+        return {
+            "send": self.row_bytes,  # rows of this rank
+            "gathered": self.dcp_size * self.row_bytes,  # rows of all ranks in rank order
+        }
+
+    def chunk_bytes(self) -> dict[str, int]:
+        """pass-KV's bytes that live at once for c consecutive tokens of a chunk.
+
+        Beside kv lives the latent that it is made of, and then k with its rope part.
         """
         c, e = self.dcp_size, self.element_bytes
         nope, rope, v = self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim
-        row = self.row_bytes
-        kv = c * self.heads_local * (nope + v) * e
         k = c * self.heads_local * (nope + rope) * e
         return {
-            "send": row,  # rows of this rank, of the next chunk
-            "gathered": c * row,  # rows of all ranks in rank order, of the next chunk
-            "nope and rope": c * row,  # in token order, of this chunk
-            "kv": kv,  # what kv_b_proj makes of nope; v is a view of it
-            "k or last kv": max(k, kv, c * row),
-            "indices": c * (_SLOT_BYTES + _INDEX_BYTES) + _INDEX_BYTES,  # slots, source, send rows
+            "kv": c * self.heads_local * (nope + v) * e,  # v is a view of it
+            "k and rope, or nope and rope": c * max(k // c + rope * e, self.row_bytes),
         }
+
+    def output_bytes(self) -> int:
+        """pass-KV's output for a chunk and its LSE, for one new token."""
+        return self.heads_local * (self.v_head_dim * self.element_bytes + _FLOAT_BYTES)
 
     def slice_bytes(self) -> dict[str, int]:
         """pass-Q's bytes that live at once for a new token of a slice, at most, on any backend."""
@@ -134,18 +144,80 @@ class PassQLimits:
     batch_tokens: int = sys.maxsize
 
 
-def workspace_tokens(workspace_bytes: int, shape: ReadShape) -> int:
-    """Prefix tokens that a chunk may have so that everything of its read fits, a multiple of c.
+@dataclass(frozen=True)
+class ChunkBudget:
+    """How many prefix tokens fit into a chunk of pass-KV, by batch.
 
-    Args:
-        workspace_bytes: bound on the sum of `shape.group_bytes()` over the chunk.
+    Attributes:
+        workspace_bytes: bound on everything that reading prefixes holds.
+        shape: sizes.
+        plan_bytes: of a plan; 0 for backends without.
+        page_tokens: least tokens of a chunk, a multiple of c: a widened page.
+        cap_tokens: most tokens of a chunk, whatever fits.
     """
-    return workspace_bytes // sum(shape.group_bytes().values()) * shape.dcp_size
+
+    workspace_bytes: int
+    shape: ReadShape
+    plan_bytes: int = PLAN_BYTES
+    page_tokens: int = 1
+    cap_tokens: int = sys.maxsize
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a chunk of any batch, whole pages: what fits beside nothing; sizes static buffers."""
+        shape = self.shape
+        group_bytes = sum(shape.static_bytes().values()) + sum(shape.chunk_bytes().values())
+        tokens = self.workspace_bytes // group_bytes * shape.dcp_size
+        return min(tokens, self.cap_tokens) // self.page_tokens * self.page_tokens
+
+    def chunk_tokens(self, new_lens: Sequence[int], prefix_lens: Sequence[int]) -> int:
+        """Tokens of a chunk of a batch, a multiple of c, at least `page_tokens`.
+
+        Args:
+            new_lens, prefix_lens: of every request, on the host, equal on all ranks.
+        """
+        shape, most = self.shape, self.most_tokens
+        held_bytes = self.held_bytes(sum(new_lens), sum(prefix_lens), _num_plans(prefix_lens, most))
+        num_groups = (self.workspace_bytes - held_bytes) // sum(shape.chunk_bytes().values())
+        tokens = num_groups * shape.dcp_size // self.page_tokens * self.page_tokens
+        return max(min(tokens, most), self.page_tokens)
+
+    def held_bytes(self, new_tokens: int, prefix_tokens: int, num_plans: int) -> int:
+        """Beside the tensors of a chunk."""
+        shape = self.shape
+        return (
+            self.most_tokens // shape.dcp_size * sum(shape.static_bytes().values())
+            + new_tokens * shape.output_bytes()
+            + prefix_tokens * INDEX_BYTES
+            + num_plans * self.plan_bytes
+        )
+
+    def fits(self, new_tokens: int) -> bool:
+        """Whether a page of one request can be read for so many new tokens."""
+        page, shape = self.page_tokens, self.shape
+        page_bytes = page // shape.dcp_size * sum(shape.chunk_bytes().values())
+        held_bytes = self.held_bytes(new_tokens, page, _num_plans([page], page))
+        return self.most_tokens >= page and held_bytes + page_bytes <= self.workspace_bytes
 
 
-def workspace_bytes(tokens: int, shape: ReadShape) -> int:
-    """Bytes that a chunk of `tokens` prefix tokens (rounded up to a multiple of c) needs."""
-    return -(-tokens // shape.dcp_size) * sum(shape.group_bytes().values())
+def least_workspace_mb(budget: ChunkBudget, new_tokens: int) -> int:
+    """The smallest workspace, in MiB, in which `budget` fits so many new tokens."""
+    low, high = 0, 1 << 30
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits = replace(budget, workspace_bytes=middle * MIB).fits(new_tokens)
+        low, high = (low, middle) if fits else (middle, high)
+    return high
+
+
+def _num_plans(prefix_lens: Sequence[int], most_tokens: int) -> int:
+    """Distinct chunks of a batch, about: full ones of a request, and those at its ends.
+
+    As many as there are chunks where requests are short, which may be half as large as the largest.
+    """
+    num_requests = sum(1 for prefix_len in prefix_lens if prefix_len)
+    num_chunks = 2 * -(-sum(prefix_lens) // most_tokens)
+    return min(2 * num_requests, num_chunks) + 1
 
 
 def pass_q_limits(workspace_bytes: int, shape: ReadShape, most_slice_tokens: int) -> PassQLimits:

@@ -58,7 +58,7 @@ CASES = {
     "merge_state": (
         "state_merge.merge_state_into_kernel",
         {"o": "bf16", "lse": "fp32", "part": "bf16", "part_lse": "fp32", "rows": "i64"},
-        TILE | {"HAS_ROWS": True, "BASE_2": True, "PART_BASE_2": False},
+        TILE | {"HAS_ROWS": True, "BASE_2": True, "PART_BASE_2": False} | {"UPDATE_LSE": True},
     ),
     "nvlink_exchange": (
         "nvlink_exchange.nvlink_exchange_kernel",

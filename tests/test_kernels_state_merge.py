@@ -1,7 +1,7 @@
 """Merge of two attention states into the first: kernel and reference against float64 attention."""
 
 import math
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -37,6 +37,24 @@ def test_merge_equals_attention_over_both(kernel_device, impl, bases, dtype):
     assert torch.equal(lse, before)
     assert_close(o, want)
     assert o[LENS.index(0)].eq(0).all()
+
+
+@pytest.mark.parametrize("impl", MERGES)
+@pytest.mark.parametrize("bases", product("e2", "e2"))
+def test_parts_one_after_another(kernel_device, impl, bases):
+    """With its LSE kept up to date a state takes any number of parts."""
+    qkv, cuts = make_qkv(LENS, HEADS, DIM), [0, 5, 6, 30, 50]
+    o = torch.full((len(LENS), HEADS, DIM), math.nan, device=kernel_device)
+    lse = torch.full((len(LENS), HEADS), -math.inf, device=kernel_device)
+    for begin, end in pairwise(cuts):
+        part, part_lse = attention_ref(*qkv, LENS, bases[1], slice(begin, end))
+        part[part_lse == -math.inf] = math.nan
+        parts = part.to(kernel_device, torch.float32), part_lse.to(kernel_device, torch.float32)
+        MERGES[impl](o, lse, bases[0], *parts, bases[1], update_lse=True)
+    want, want_lse = attention_ref(*qkv, LENS, bases[0])
+    assert_close(o, want)
+    assert_close(lse, want_lse)
+    assert lse[LENS.index(0)].eq(-math.inf).all()
 
 
 @pytest.mark.parametrize("impl", MERGES)

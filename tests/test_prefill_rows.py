@@ -198,8 +198,9 @@ def prefill(plugin_loaded, monkeypatch):
             """Row-parallel, with its all-reduce."""
             return sum(self.transport.turns.exchange(self.transport.rank, x @ self.o.T)), None
 
-        def _get_mla_kv_buffer(self, kv_indices, dtype, batch):
-            return ours.around_get_mla_kv_buffer(None, self, kv_indices, dtype, batch)
+        def _chunked_prefix_attn_mha(self, q, accum_output, accum_lse, forward_batch):
+            states = accum_output, accum_lse
+            return ours.around_chunked_prefix_attn_mha(None, self, q, *states, forward_batch)
 
         def forward(self, x, batch):
             def upstream(attn, forward_batch):

@@ -298,11 +298,11 @@ def prepare(batch, capacity):
 
 
 def read_chunk(batch, model, index, dtype=torch.float32):
-    """The model's read of a chunk, as upstream's loop does it."""
-    from sglang_dcp.hooks.forward_mha import around_get_mla_kv_buffer
+    """The read of a chunk, as our loop does it."""
+    from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
 
     batch.set_prefix_chunk_idx(index)
-    return around_get_mla_kv_buffer(None, model, batch.prefix_chunk_kv_indices[index], dtype, batch)
+    return get_token_to_kv_pool().read_prefix_chunk(model.attn_mha.layer_id, batch, dtype)
 
 
 PREFIXES = [[40], [3, 0, 33], [17, 64, 8, 1], [0, 5]]

@@ -206,28 +206,3 @@ def test_absorbed_prefill_is_refused(plugin):
     layer = SimpleNamespace(v_head_dim=NOPE)
     with as_rank(0, 2), pytest.raises(RuntimeError, match="absorbed prefill"):
         backend.forward_extend(None, None, None, layer, extend_batch(3))
-
-
-@pytest.mark.parametrize("extend_lse_base", ["e", "2"])
-def test_prefix_chunks_return_base_e(plugin, extend_lse_base):
-    """Upstream merges chunks in base e, whatever the backend's kernel returned."""
-    from sglang_dcp.attention.stripe import StripeMixin
-
-    o, lse = torch.randn(3, 2, 4), torch.randn(3, 2)
-
-    class Upstream:
-        token_to_kv_pool = SimpleNamespace(kv_lora_rank=NOPE)
-
-        def forward_extend(self, *args, **kwargs):
-            return (o, lse) if kwargs.get("with_lse") else o
-
-    class Backend(StripeMixin, Upstream):
-        pass
-
-    Backend.extend_lse_base = extend_lse_base
-    layer, batch = SimpleNamespace(v_head_dim=8), extend_batch(3)
-    with as_rank(0, 2):
-        got, got_lse = Backend().forward_extend(o, o, o, layer, batch, with_lse=True)
-        assert Backend().forward_extend(o, o, o, layer, batch) is o
-    assert got is o
-    torch.testing.assert_close(got_lse, lse * math.log(2) if extend_lse_base == "2" else lse)

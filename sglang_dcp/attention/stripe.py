@@ -1,6 +1,5 @@
 """What every DCP attention backend shares: lengths of the stripe, stage 2, and the way to 4-7."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -126,15 +125,12 @@ class StripeMixin:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Prefill attention: pass-Q, or on expanded K and V; then an LSE is returned in base e.
+        """Prefill attention: pass-Q, or upstream's on expanded K and V.
 
-        Upstream merges prefix chunks with a kernel that expects base e, whatever base the chunk's
-        attention returned (sglang issue 40903).
-
-        A request without a key in a chunk comes back from flashinfer with a finite o and, in base
-        2, an LSE of -inf or of -5e4 (its kernel for Hopper). Either is as good: a merge weighs by
-        exp of the difference from a real LSE, which is exactly 0 in float32 below -104, and every
-        request has a real one from its new tokens.
+        Upstream's comes with an LSE in base `extend_lse_base` where it is to be merged with prefix
+        chunks (`attention/prefix_chunks.py`; upstream itself would merge as if it were base e,
+        sglang issue 40903). A request without a key in a chunk comes back from flashinfer with a
+        finite o and, in base 2, an LSE of -inf or of -5e4 (its kernel for Hopper).
         """
         if is_pass_q(forward_batch):
             return self.forward_pass_q(q, k, layer, forward_batch, *args, **kwargs)
@@ -144,13 +140,9 @@ class StripeMixin:
                 "its own tokens, for a batch that is not prefilled by pass-Q. This is a bug of "
                 "sglang-dcp."
             )
-        result = super().forward_extend(  # type: ignore[misc]
+        return super().forward_extend(  # type: ignore[misc]
             q, k, v, layer, forward_batch, *args, **kwargs
         )
-        if isinstance(result, tuple) and self.extend_lse_base == "2":
-            o, lse = result
-            return o, lse * math.log(2)
-        return result
 
     def forward_pass_q(
         self,

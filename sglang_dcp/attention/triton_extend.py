@@ -135,8 +135,7 @@ class TritonExtend:
 
         Returns:
             o [T, H/c, 128] and lse [T, H/c], base e; a request without a key in the chunk has o = 0
-            and lse = -inf. Padded rows at the end have 0 and 0 in the first part: upstream's merge
-            would make NaN of two -inf.
+            and lse = -inf, and so have padded rows at the end.
         """
         if prefill_variant(forward_batch) != "pass_kv":
             return super().forward_extend(  # type: ignore[misc]
@@ -149,12 +148,9 @@ class TritonExtend:
             counters.count("prefix_chunk")
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         nope = layer.qk_head_dim - _as_any(self).token_to_kv_pool.qk_rope_head_dim
-        o, lse = ragged_attention(
+        return ragged_attention(
             q[..., :nope], q[..., nope:], k, v, self._new, keys, layer.scaling, not over_prefix
         )
-        if not over_prefix:
-            lse[self._new.total :] = 0
-        return o, lse
 
 
 def _as_any(backend: Any) -> Any:

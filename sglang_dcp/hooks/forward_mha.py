@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from sglang.srt.environ import envs
-from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
+from sglang.srt.model_executor.forward_context import get_attn_backend, get_token_to_kv_pool
 
 from sglang_dcp import state
+from sglang_dcp.attention.prefix_chunks import attend_prefix_chunks
 from sglang_dcp.prefix_gather import PrefixChunk, make_gather_plans, pack_chunks
 
 
@@ -34,13 +35,18 @@ def around_prepare_chunked_prefix_cache_info(
     """AROUND ForwardBatchDeepSeekMHAMixin.prepare_chunked_prefix_cache_info: our chunks and plans.
 
     Upstream divides the capacity by the batch size, so a long prefix beside many short ones is cut
-    very small, and chunks start anywhere; ours are full and start at multiples of dcp_size. All
-    lengths come from the host and are equal on all ranks.
+    very small, and chunks start anywhere; ours are full and start at multiples of dcp_size, and the
+    new tokens' outputs, which the workspace holds too, make them smaller. All lengths come from the
+    host and are equal on all ranks.
     """
     if self.prefix_chunk_len is not None or not any(self.extend_prefix_lens_cpu):
         original(self, device)
         return
-    dcp_size, capacity = state.get_state().dcp_size, self.get_max_chunk_capacity()
+    dcp = state.get_state()
+    dcp_size, capacity = dcp.dcp_size, self.get_max_chunk_capacity()
+    if dcp.chunk_budget is not None:
+        lens = self.extend_seq_lens_cpu, self.extend_prefix_lens_cpu
+        capacity = min(capacity, dcp.chunk_budget.chunk_tokens(*lens))
     chunks = pack_chunks(self.extend_prefix_lens_cpu, capacity, dcp_size)
     slots = _prefix_slots(self, device)
     self.dcp_gather_plans = make_gather_plans(slots, chunks, dcp_size)
@@ -76,33 +82,22 @@ def _prefix_slots(batch: Any, device: torch.device) -> torch.Tensor:
     return slots
 
 
-def around_get_mla_kv_buffer(
+def around_chunked_prefix_attn_mha(
     original: Callable[..., Any],
     self: Any,
-    kv_indices: torch.Tensor,
-    dst_dtype: torch.dtype,
+    q: torch.Tensor,
+    accum_output: torch.Tensor,
+    accum_lse: torch.Tensor,
     forward_batch: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """AROUND DeepseekMHAForwardMixin._get_mla_kv_buffer: the collective read of a chunk.
+) -> torch.Tensor:
+    """AROUND DeepseekMHAForwardMixin._chunked_prefix_attn_mha: our loop over the chunks.
 
-    Hooked here and not in the pool, because off CUDA upstream indexes the key buffer by slot
-    itself.
-
-    Args:
-        kv_indices: [T] virtual slots of the chunk; the batch's plans were made of them.
-        dst_dtype: dtype of the result.
-
-    Returns:
-        kv_a [T, 512] and k_pe [T, 1, 64], contiguous.
+    Upstream's reads the pool by virtual slot, merges in base e only, and holds the last chunk and
+    three outputs of the new tokens at a time.
     """
-    assert not forward_batch.mha_one_shot, "prefixes are read in chunks"
-    return get_token_to_kv_pool().read_prefix_chunk(
-        self.attn_mha.layer_id,
-        forward_batch.dcp_gather_plans,
-        forward_batch.prefix_chunk_idx,
-        forward_batch.prefix_chunk_len,
-        dst_dtype,
-    )
+    base = get_attn_backend().extend_lse_base
+    pool = get_token_to_kv_pool()
+    return attend_prefix_chunks(self, pool, q, accum_output, accum_lse, base, forward_batch)
 
 
 def force_expanded_prefill() -> None:

@@ -129,7 +129,7 @@ def after_initialize_model_parallel(result: None, *args: Any, **kwargs: Any) -> 
     on_gpu = server_args.device == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     comm, shadow = _make_communicator(server_args, coordinator, device)
-    limit_prefix_chunks(server_args)
+    budget = limit_prefix_chunks(server_args)
     state.set_state(
         state.DcpState(
             dcp_size=server_args.dcp_size,
@@ -139,6 +139,7 @@ def after_initialize_model_parallel(result: None, *args: Any, **kwargs: Any) -> 
             comm=comm,
             owns_coordinator=coordinator is not attn_tp,
             shadow=shadow,
+            chunk_budget=budget,
             prefill_policy=_make_policy(server_args, comm),
         )
     )

@@ -8,13 +8,13 @@ _MLA = SRT + "models.deepseek_v2.DeepseekV2AttentionMLA."
 PREFILL: tuple[Patch, ...] = (
     Patch(
         name="prefix-read",
-        target=_MHA + "DeepseekMHAForwardMixin._get_mla_kv_buffer",
+        target=_MHA + "DeepseekMHAForwardMixin._chunked_prefix_attn_mha",
         kind="around",
-        params=("self", "kv_indices", "dst_dtype", "forward_batch"),
-        hook=HOOKS + "forward_mha:around_get_mla_kv_buffer",
-        why="prefill reads whole prefixes, which lie on all ranks (pass-KV)",
+        params=("self", "q", "accum_output", "accum_lse", "forward_batch"),
+        hook=HOOKS + "forward_mha:around_chunked_prefix_attn_mha",
+        why="pass-KV reads prefixes, which lie on all ranks, and stays inside the workspace",
         remove_when=NATIVE,
-        test="tests/test_prefix_gather.py",
+        test="tests/test_prefill_rows.py",
     ),
     Patch(
         name="prefix-chunks",

@@ -1,22 +1,26 @@
 """--dcp-workspace-mb of a set of server arguments: sizes of chunks and slices, what is refused."""
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 from sglang.srt.environ import envs
 
 from sglang_dcp.workspace import (
+    MIB,
+    PLAN_BYTES,
+    ChunkBudget,
     PassQLimits,
     ReadShape,
+    least_workspace_mb,
     pass_q_bytes,
     pass_q_limits,
-    workspace_bytes,
-    workspace_tokens,
 )
 
 logger = logging.getLogger(__name__)
 
-MIB = 2**20
+#: Backends whose pass-KV plans its chunks (`attention.ragged_chunks`).
+PLANNING_BACKENDS = ("flashinfer", "flashmla")
 
 
 def read_shape(args: Any) -> ReadShape:
@@ -34,21 +38,34 @@ def read_shape(args: Any) -> ReadShape:
     )
 
 
-def prefix_chunk_tokens(args: Any) -> int:
-    """Prefix tokens of a chunk of `args`: what fits the workspace, in whole widened pages."""
-    tokens = workspace_tokens(args.dcp_workspace_mb * MIB, read_shape(args))
-    return tokens // args.page_size * args.page_size
-
-
-def limit_prefix_chunks(args: Any) -> None:
-    """Lower upstream's chunk capacity to what fits the workspace, in whole groups of dcp_size."""
-    tokens = min(envs.SGLANG_MAX_KV_CHUNK_CAPACITY.get(), prefix_chunk_tokens(args))
-    tokens = max(tokens // args.dcp_size, 1) * args.dcp_size
-    envs.SGLANG_MAX_KV_CHUNK_CAPACITY.set(tokens)
-    logger.info(
-        f"DCP: pass-KV reads prefixes in chunks of {tokens} tokens "
-        f"(--dcp-workspace-mb {args.dcp_workspace_mb})."
+def chunk_budget(args: Any) -> ChunkBudget:
+    """What --dcp-workspace-mb leaves a chunk of pass-KV."""
+    plans = args.get_attention_backends()[0] in PLANNING_BACKENDS
+    return ChunkBudget(
+        workspace_bytes=args.dcp_workspace_mb * MIB,
+        shape=read_shape(args),
+        plan_bytes=PLAN_BYTES if plans else 0,
+        page_tokens=args.page_size,
     )
+
+
+def limit_prefix_chunks(args: Any) -> ChunkBudget:
+    """Lower upstream's chunk capacity to what fits the workspace, in whole groups of dcp_size.
+
+    A user's smaller SGLANG_MAX_KV_CHUNK_CAPACITY stays, whatever the page.
+    """
+    budget, asked = chunk_budget(args), envs.SGLANG_MAX_KV_CHUNK_CAPACITY.get()
+    if asked < budget.most_tokens:
+        asked = max(asked // args.dcp_size, 1) * args.dcp_size
+        budget = replace(budget, page_tokens=args.dcp_size, cap_tokens=asked)
+    envs.SGLANG_MAX_KV_CHUNK_CAPACITY.set(budget.most_tokens)
+    new_tokens = args.chunked_prefill_size
+    logger.info(
+        f"DCP: pass-KV reads prefixes in chunks of {budget.most_tokens} tokens, of "
+        f"{budget.chunk_tokens([new_tokens], [budget.most_tokens + 1])} beside {new_tokens} new "
+        f"ones (--dcp-workspace-mb {args.dcp_workspace_mb})."
+    )
+    return budget
 
 
 def limit_pass_q(args: Any, most_slice_tokens: int) -> PassQLimits:
@@ -66,20 +83,21 @@ def limit_pass_q(args: Any, most_slice_tokens: int) -> PassQLimits:
 def check_workspace(args: Any) -> None:
     """Raise ValueError unless the workspace holds the least work and the GPU holds the workspace.
 
-    The least is a widened page for pass-KV, which every mode needs for large batches, and a token
-    for pass-Q where it alone was asked for.
+    The least is a widened page beside the outputs of the largest batch for pass-KV, which every
+    mode needs for large batches, and a token for pass-Q where it alone was asked for.
 
     Args:
         args: a ServerArgs with dcp_size > 1 after its own `__post_init__`.
     """
     asked = args.dcp_workspace_mb
-    if prefix_chunk_tokens(args) < args.page_size:
-        shape = read_shape(args)
-        least_mb = -(-workspace_bytes(args.page_size, shape) // MIB)
+    budget, new_tokens = chunk_budget(args), args.chunked_prefill_size
+    if not budget.fits(new_tokens):
+        least_mb = least_workspace_mb(budget, new_tokens)
         raise ValueError(
             f"--dcp-workspace-mb {asked} was asked for: a prefix is read in chunks of at least one "
-            f"widened page, and {args.page_size} tokens of {shape.heads_local} heads need "
-            f"{least_mb} MiB. Use --dcp-workspace-mb {least_mb} or more."
+            f"widened page, and {args.page_size} tokens of {budget.shape.heads_local} heads beside "
+            f"the outputs of {new_tokens} new tokens need {least_mb} MiB. Use --dcp-workspace-mb "
+            f"{least_mb} or more, or a smaller --chunked-prefill-size."
         )
     least_q_mb = -(-pass_q_bytes(1, 1, read_shape(args)) // MIB)
     if args.dcp_prefill == "pass-q" and asked < least_q_mb:

@@ -18,11 +18,13 @@ from sglang_dcp.kernels.lse_merge import (
     LseBase,
     add_step,
     finish,
+    finish_lse,
     max_step,
     weight,
 )
 
 LOG2_E = tl.constexpr(1 / math.log(2))
+LN_2 = tl.constexpr(math.log(2))
 
 
 @triton.jit(
@@ -57,6 +59,7 @@ def merge_state_into_kernel(
     BASE_2: tl.constexpr,
     PART_BASE_2: tl.constexpr,
     HAS_ROWS: tl.constexpr,
+    UPDATE_LSE: tl.constexpr,
     ALIGN: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -90,6 +93,11 @@ def merge_state_into_kernel(
     acc = add_step(acc, o, w, owned[:, None])
     acc = add_step(acc, part, part_w, part_owned[:, None])
     tl.store(o_ptrs, finish(acc, w + part_w).to(o_ptr.dtype.element_ty), mask=mask)
+    if UPDATE_LSE:
+        merged_lse = finish_lse(m, w + part_w, True)
+        if not BASE_2:
+            merged_lse *= LN_2
+        tl.store(lse_ptr + row * stride_lb + h * stride_lh, merged_lse, mask=in_heads)
 
 
 def merge_state_into(
@@ -100,8 +108,10 @@ def merge_state_into(
     part_lse: torch.Tensor,
     part_base: LseBase,
     rows: torch.Tensor | None = None,
+    *,
+    update_lse: bool = False,
 ) -> torch.Tensor:
-    """o[rows] becomes attention over the keys of both; lse keeps what it held.
+    """o[rows] becomes attention over the keys of both, and lse[rows] its LSE if `update_lse`.
 
     Args:
         o: [T, H, D] bfloat16, float16 or float32, changed in place; last dim contiguous.
@@ -113,6 +123,8 @@ def merge_state_into(
         part_base: "e" or "2".
         rows: [n] int64, the row of o that each row of part belongs to, each at most once; None:
             row i belongs to row i, and n = T.
+        update_lse: whether more is to be merged into these rows; -inf then stands where neither saw
+            a key. Else lse keeps what it held.
 
     Returns:
         o; 0 where neither saw a key. Rows that `rows` does not name stay as they are.
@@ -128,7 +140,9 @@ def merge_state_into(
     if num_rows == 0:
         return o
     if not use_triton(o):
-        return merge_state_into_ref(o, lse, lse_base, part, part_lse, part_base, rows)
+        return merge_state_into_ref(
+            o, lse, lse_base, part, part_lse, part_base, rows, update_lse=update_lse
+        )
     strides = (*o.stride()[:2], *part.stride()[:2])
     merge_state_into_kernel[(num_rows, triton.cdiv(num_heads, BLOCK_HEADS))](
         o,
@@ -145,10 +159,13 @@ def merge_state_into(
         BASE_2=lse_base == "2",
         PART_BASE_2=part_base == "2",
         HAS_ROWS=rows is not None,
+        UPDATE_LSE=update_lse,
         ALIGN=common_alignment(min(o.element_size(), part.element_size()), *strides),
         BLOCK_H=BLOCK_HEADS,
         BLOCK_D=triton.next_power_of_2(dim),
         num_warps=NUM_WARPS,
+        # Contracted with the change of base, lse - max of the larger one would not be exactly 0.
+        enable_fp_fusion=False,
     )
     return o
 
@@ -161,6 +178,8 @@ def merge_state_into_ref(
     part_lse: torch.Tensor,
     part_base: LseBase,
     rows: torch.Tensor | None = None,
+    *,
+    update_lse: bool = False,
 ) -> torch.Tensor:
     """Torch reference of `merge_state_into`."""
     where = slice(None) if rows is None else rows
@@ -176,4 +195,7 @@ def merge_state_into_ref(
         acc += w[..., None] * torch.where(owned[..., None], state.float(), 0.0)
         total += w
     o[where] = torch.where(total[..., None] > 0, acc / total[..., None], 0.0).to(o.dtype)
+    if update_lse:
+        merged_lse = torch.where(total > 0, m + total.log2(), float("-inf"))
+        lse[where] = merged_lse if lse_base == "2" else merged_lse * math.log(2)
     return o

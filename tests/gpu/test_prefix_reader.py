@@ -12,7 +12,7 @@ from ranks import run_ranks
 from sglang_dcp.comm import TorchTransport
 from sglang_dcp.prefix_gather import make_gather_plans, pack_chunks
 from sglang_dcp.prefix_reader import PrefixReader
-from sglang_dcp.workspace import ReadShape, workspace_tokens
+from sglang_dcp.workspace import ChunkBudget, ReadShape
 
 RANK, WIDTH = 512, 576
 NUM_GPUS = torch.cuda.device_count()
@@ -106,13 +106,17 @@ def test_the_next_gather_runs_beside_the_attention():
 
 @pytest.mark.gpu
 @gpu
-def test_peak_memory_stays_in_the_workspace(monkeypatch):
-    """96 heads on two ranks, 256 MiB, a prefix of 100000 tokens, in upstream's own loop."""
+@pytest.mark.parametrize("num_new", [64, 8192])
+def test_peak_memory_stays_in_the_workspace(num_new):
+    """96 heads on two ranks, 256 MiB, a prefix of 100000 tokens."""
     forward_mha = pytest.importorskip(
         "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mha"
     )
-    shape, limit, num_new = ReadShape(2, 48, 512, 128, 64, 128, 2), 256 << 20, 64
-    stripes, max_tokens = Stripes(100_000, 2), workspace_tokens(limit, shape)
+    from sglang_dcp.attention.prefix_chunks import attend_prefix_chunks
+
+    shape, limit = ReadShape(2, 48, 512, 128, 64, 128, 2), 256 << 20
+    budget = ChunkBudget(limit, shape, 0, 128)
+    stripes, max_tokens = Stripes(100_000, 2), budget.chunk_tokens([num_new], [100_000])
     chunks = pack_chunks([100_000], max_tokens, 2)
     plans = make_gather_plans(stripes.slots, chunks, 2)
     transport = SlowTransport(stripes, plans, 0)
@@ -120,31 +124,33 @@ def test_peak_memory_stays_in_the_workspace(monkeypatch):
     out = torch.randn(num_new, 48, 128, device="cuda", dtype=torch.bfloat16)
     lse = torch.zeros(num_new, 48, device="cuda")
     q = torch.randn(num_new, 48, 192, device="cuda", dtype=torch.bfloat16)
-    monkeypatch.setattr(forward_mha, "_resolve_attn_backend", lambda batch: None)
     reader, rows = None, stripes.rows[0]
 
     class Model(forward_mha.DeepseekMHAForwardMixin):
-        num_local_heads, qk_nope_head_dim, qk_rope_head_dim, v_head_dim = 48, 128, 64, 128
+        num_local_heads, qk_nope_head_dim, qk_head_dim, v_head_dim = 48, 128, 192, 128
 
         def kv_b_proj(self, x):
             return torch.nn.functional.linear(x, up), None
 
         def attn_mha(self, q, k, v, batch, save_kv_cache):
-            return out, lse
+            return torch.zeros_like(out), torch.zeros_like(lse)
 
-        def _get_mla_kv_buffer(self, kv_indices, dtype, batch):
+        attn_mha.layer_id = 0
+
+        def read_prefix_chunk(self, layer_id, batch, dtype):
             nope, rope = reader.read(rows, plans, batch.index, RANK, dtype)
             return nope, rope.unsqueeze(1)
 
-    batch = SimpleNamespace(num_prefix_chunks=len(plans), prefix_chunk_kv_indices=[None] * 99)
+    batch = SimpleNamespace(num_prefix_chunks=len(plans))
     batch.set_prefix_chunk_idx = lambda index: setattr(batch, "index", index)
     torch.nn.functional.linear(q[:, 0, :].new_zeros(8, 512), up)  # cuBLAS takes its own workspace
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    reader = PrefixReader(transport, max_tokens, 2 * WIDTH, "cuda")
+    reader = PrefixReader(transport, budget.most_tokens, 2 * WIDTH, "cuda")
+    model = Model()
     for _ in range(2):
-        Model()._chunked_prefix_attn_mha(q, out, lse, batch)
+        attend_prefix_chunks(model, model, q, out, lse, "e", batch)
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
     assert 0.9 * limit < peak < limit + (8 << 20), f"{peak / 2**20:.1f} MiB"
