@@ -35,7 +35,7 @@ PREFILL: tuple[Patch, ...] = (
         hook=HOOKS + "forward_mha:around_support_mha_one_shot",
         why="the one-shot form would gather fresh tokens, which are on every rank",
         remove_when=NATIVE,
-        test="tests/test_prefix_gather.py::test_every_prefix_is_read_in_chunks",
+        test="tests/test_prefix_plans.py::test_every_prefix_is_read_in_chunks",
     ),
     Patch(
         name="prefill-dispatch",
