@@ -17,6 +17,16 @@ def use_triton(t: torch.Tensor) -> bool:
     return t.is_cuda or INTERPRETED
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up. Triton's own serves kernels, too, and costs the host microseconds."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """Smallest power of two that is at least n; 1 for n below 2. As above."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
 def common_alignment(element_bytes: int, *numbers: int) -> int:
     """Largest power of two, at most 16 bytes in elements, that divides all the numbers.
 
@@ -31,4 +41,4 @@ def common_alignment(element_bytes: int, *numbers: int) -> int:
 
 def num_splits(capacity: int, block: int) -> int:
     """Programs that share one request: from the table's width, as lengths live on the device."""
-    return max(1, min(MAX_SPLITS, triton.cdiv(capacity, block)))
+    return max(1, min(MAX_SPLITS, cdiv(capacity, block)))

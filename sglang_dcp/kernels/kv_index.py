@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_dcp.kernels.dispatch import num_splits, use_triton
+from sglang_dcp.kernels.dispatch import cdiv, num_splits, use_triton
 from sglang_dcp.layout import all_local_lens
 
 BLOCK_REQUESTS = 128
@@ -69,7 +69,7 @@ def fill_local_lens(
     if not use_triton(seq_lens):
         fill_local_lens_ref(seq_lens, local_lens_all, kernel_lens, dcp_rank, dcp_size)
         return
-    fill_local_lens_kernel[(triton.cdiv(num_requests, BLOCK_REQUESTS),)](
+    fill_local_lens_kernel[(cdiv(num_requests, BLOCK_REQUESTS),)](
         seq_lens,
         local_lens_all,
         kernel_lens,
@@ -151,7 +151,7 @@ def build_local_kv_indices(
             req_to_token, req_pool_indices, seq_lens, kv_indptr, kv_indices, dcp_rank, dcp_size
         )
         return
-    splits = num_splits(triton.cdiv(req_to_token.shape[1], dcp_size), BLOCK_ENTRIES)
+    splits = num_splits(cdiv(req_to_token.shape[1], dcp_size), BLOCK_ENTRIES)
     build_local_kv_indices_kernel[(num_requests, splits)](
         req_to_token,
         req_pool_indices,

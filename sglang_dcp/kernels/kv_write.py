@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_dcp.kernels.dispatch import use_triton
+from sglang_dcp.kernels.dispatch import cdiv, next_power_of_2, use_triton
 
 # Rows of one program. A rank skips (c-1)/c of them, so one row each would mostly be launch cost.
 BLOCK_TOKENS = 4
@@ -85,7 +85,7 @@ def set_mla_kv_buffer_dcp_sharded(
         set_mla_kv_buffer_dcp_sharded_ref(kv, loc, nope, rope, dcp_rank, dcp_size)
         return
     assert loc.is_contiguous(), f"loc has stride {loc.stride()}"
-    set_mla_kv_buffer_dcp_sharded_kernel[(triton.cdiv(num_tokens, BLOCK_TOKENS),)](
+    set_mla_kv_buffer_dcp_sharded_kernel[(cdiv(num_tokens, BLOCK_TOKENS),)](
         kv,
         loc,
         nope,
@@ -98,8 +98,8 @@ def set_mla_kv_buffer_dcp_sharded(
         DCP_SIZE=dcp_size,
         NOPE_DIM=nope_dim,
         ROPE_DIM=rope_dim,
-        BLOCK_NOPE=triton.next_power_of_2(nope_dim),
-        BLOCK_ROPE=triton.next_power_of_2(rope_dim),
+        BLOCK_NOPE=next_power_of_2(nope_dim),
+        BLOCK_ROPE=next_power_of_2(rope_dim),
         BLOCK_TOKENS=BLOCK_TOKENS,
     )
 

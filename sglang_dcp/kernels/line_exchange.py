@@ -66,7 +66,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_dcp.kernels.dispatch import INTERPRETED, common_alignment
+from sglang_dcp.kernels.dispatch import INTERPRETED, cdiv, common_alignment, next_power_of_2
 from sglang_dcp.kernels.exchange_lines import (
     LINE_BYTES,
     lines_per_row,
@@ -262,13 +262,13 @@ def line_exchange(
         row_capacity,
         state.num_lanes,
         # one number for all programs and ranks; surplus steps are masked
-        triton.cdiv(num_rows * row_lines, tiling.block * tiling.grid),
+        cdiv(num_rows * row_lines, tiling.block * tiling.grid),
         *o.stride()[:2],
         *lse.stride(),
         local_lens.stride(0),
         HL=local_heads,
         N=num_ranks,
-        PEERS=triton.next_power_of_2(num_ranks - 1),
+        PEERS=next_power_of_2(num_ranks - 1),
         D=dim,
         ROW_LINES=row_lines,
         CELLS=LINE_BYTES // item,
@@ -276,7 +276,7 @@ def line_exchange(
         STORE_LSE=merged_lse is not None,
         ALIGN=common_alignment(item, *o.stride()[:2]),
         BLOCK=tiling.block,
-        BLOCK_LANES=triton.next_power_of_2(state.num_lanes),
+        BLOCK_LANES=next_power_of_2(state.num_lanes),
         JITTER_US=state.jitter_us,
         INTERPRETED=INTERPRETED,
         num_warps=tiling.num_warps,

@@ -53,7 +53,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_dcp.kernels.dispatch import INTERPRETED, common_alignment
+from sglang_dcp.kernels.dispatch import INTERPRETED, cdiv, common_alignment, next_power_of_2
 from sglang_dcp.kernels.exchange_lines import LINE_BYTES, push_lines, receive_lines
 from sglang_dcp.kernels.nvlink_gather_q import check_gather
 from sglang_dcp.kernels.peer_signal import (
@@ -279,7 +279,7 @@ def line_gather_q(
         line_capacity,
         state.num_lanes,
         # one number for all programs and ranks; surplus steps are masked
-        triton.cdiv(num_lines, tiling.block * tiling.grid),
+        cdiv(num_lines, tiling.block * tiling.grid),
         *strides,
         HL=local_heads,
         N=num_ranks,
@@ -288,7 +288,7 @@ def line_gather_q(
         CELLS=LINE_BYTES // item,
         ALIGN=common_alignment(item, *strides),
         BLOCK=tiling.block,
-        BLOCK_LANES=triton.next_power_of_2(state.num_lanes),
+        BLOCK_LANES=next_power_of_2(state.num_lanes),
         JITTER_US=state.jitter_us,
         INTERPRETED=INTERPRETED,
         num_warps=tiling.num_warps,

@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_dcp.kernels.dispatch import common_alignment, use_triton
+from sglang_dcp.kernels.dispatch import cdiv, common_alignment, next_power_of_2, use_triton
 
 LseBase = Literal["e", "2"]
 
@@ -192,7 +192,7 @@ def merge_partials(
         return merge_partials_ref(out, lse, local_lens, lse_base, merged, merged_lse)
     lse_out = merged if merged_lse is None else merged_lse
     strides = (*out.stride()[:3], *merged.stride()[:2])
-    merge_partials_kernel[(num_tokens, triton.cdiv(num_heads, BLOCK_HEADS))](
+    merge_partials_kernel[(num_tokens, cdiv(num_heads, BLOCK_HEADS))](
         out,
         lse,
         local_lens,
@@ -210,7 +210,7 @@ def merge_partials(
         STORE_LSE=merged_lse is not None,
         ALIGN=common_alignment(min(out.element_size(), merged.element_size()), *strides),
         BLOCK_H=BLOCK_HEADS,
-        BLOCK_D=triton.next_power_of_2(dim),
+        BLOCK_D=next_power_of_2(dim),
         num_warps=NUM_WARPS,
         # The same roundings in every kernel that merges: contracted or not, a*b + c differs.
         enable_fp_fusion=False,

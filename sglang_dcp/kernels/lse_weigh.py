@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_dcp.kernels.dispatch import common_alignment, use_triton
+from sglang_dcp.kernels.dispatch import cdiv, common_alignment, next_power_of_2, use_triton
 from sglang_dcp.kernels.lse_merge import (
     BLOCK_HEADS,
     NUM_WARPS,
@@ -118,7 +118,7 @@ def weigh_partial(
     if not use_triton(out):
         return weigh_partial_ref(out, lse_all, local_lens, rank, lse_base, weighed)
     strides = (*out.stride()[:2], *weighed.stride()[:2])
-    weigh_partial_kernel[(num_tokens, triton.cdiv(num_heads, BLOCK_HEADS))](
+    weigh_partial_kernel[(num_tokens, cdiv(num_heads, BLOCK_HEADS))](
         out,
         lse_all,
         local_lens,
@@ -134,7 +134,7 @@ def weigh_partial(
         BASE_2=lse_base == "2",
         ALIGN=common_alignment(out.element_size(), *strides),
         BLOCK_H=BLOCK_HEADS,
-        BLOCK_D=triton.next_power_of_2(dim),
+        BLOCK_D=next_power_of_2(dim),
         num_warps=NUM_WARPS,
         # The same roundings in every kernel that merges: contracted or not, a*b + c differs.
         enable_fp_fusion=False,

@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_dcp.kernels.dispatch import INTERPRETED, common_alignment
+from sglang_dcp.kernels.dispatch import INTERPRETED, common_alignment, next_power_of_2
 from sglang_dcp.kernels.exchange_rows import load_own, merge_rows, push_rows
 from sglang_dcp.kernels.lse_merge import LseBase, check_partials
 from sglang_dcp.kernels.peer_signal import (
@@ -298,19 +298,19 @@ def nvlink_exchange(
         local_lens.stride(0),
         HL=local_heads,
         N=num_ranks,
-        PEERS=triton.next_power_of_2(num_ranks - 1),
+        PEERS=next_power_of_2(num_ranks - 1),
         D=dim,
         BASE_2=lse_base == "2",
         STORE_LSE=merged_lse is not None,
         ALIGN=common_alignment(o.element_size(), *o.stride()[:2]),
         ROW_ALIGN=common_alignment(o.element_size(), dim),
         ROWS=tiling.block,
-        BLOCK_D=triton.next_power_of_2(dim),
+        BLOCK_D=next_power_of_2(dim),
         SLICES=tiling.slices,
         FLAG_SLICES=MAX_SLICES,
         WORDS=FLAG_WORDS,
         REFRESH=state.refresh_epochs,
-        BLOCK_LANES=triton.next_power_of_2(state.num_lanes),
+        BLOCK_LANES=next_power_of_2(state.num_lanes),
         JITTER_US=state.jitter_us,
         INTERPRETED=INTERPRETED,
         num_warps=tiling.num_warps,

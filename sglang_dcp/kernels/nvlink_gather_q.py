@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_dcp.kernels.dispatch import INTERPRETED, common_alignment
+from sglang_dcp.kernels.dispatch import INTERPRETED, common_alignment, next_power_of_2
 from sglang_dcp.kernels.peer_signal import (
     FLAG_WORDS,
     MAX_REGISTERS,
@@ -163,7 +163,7 @@ def nvlink_gather_q(
         BLOCK=tiling.block,
         WORDS=FLAG_WORDS,
         REFRESH=state.refresh_epochs,
-        BLOCK_LANES=triton.next_power_of_2(state.num_lanes),
+        BLOCK_LANES=next_power_of_2(state.num_lanes),
         JITTER_US=state.jitter_us,
         INTERPRETED=INTERPRETED,
         num_warps=tiling.num_warps,

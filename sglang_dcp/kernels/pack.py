@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_dcp.kernels.dispatch import common_alignment, use_triton
+from sglang_dcp.kernels.dispatch import cdiv, common_alignment, next_power_of_2, use_triton
 
 BLOCK_HEADS = 2
 NUM_WARPS = 4
@@ -130,7 +130,7 @@ def pack_partials(o: torch.Tensor, lse: torch.Tensor, send: torch.Tensor) -> Non
         return
     send_o, send_lse = wire_views(send, num_ranks, num_tokens, local_heads, dim, o.dtype)
     strides = (*o.stride()[:2], send_o.stride(0), dim)
-    pack_partials_kernel[(num_tokens, triton.cdiv(num_heads, BLOCK_HEADS))](
+    pack_partials_kernel[(num_tokens, cdiv(num_heads, BLOCK_HEADS))](
         o,
         lse,
         send_o,
@@ -144,7 +144,7 @@ def pack_partials(o: torch.Tensor, lse: torch.Tensor, send: torch.Tensor) -> Non
         D=dim,
         ALIGN=common_alignment(o.element_size(), *strides),
         BLOCK_H=BLOCK_HEADS,
-        BLOCK_D=triton.next_power_of_2(dim),
+        BLOCK_D=next_power_of_2(dim),
         num_warps=NUM_WARPS,
     )
 

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_dcp.kernels.dispatch import common_alignment, use_triton
+from sglang_dcp.kernels.dispatch import cdiv, common_alignment, next_power_of_2, use_triton
 
 BLOCK_ROWS = 2
 
@@ -86,7 +86,7 @@ def pack_q(q_nope: torch.Tensor, q_pe: torch.Tensor, out: torch.Tensor) -> torch
         return pack_q_ref(q_nope, q_pe, out)
     num_rows = local_heads * num_tokens
     strides = (*q_nope.stride()[:2], *q_pe.stride()[:2])
-    pack_q_kernel[(triton.cdiv(num_rows, BLOCK_ROWS),)](
+    pack_q_kernel[(cdiv(num_rows, BLOCK_ROWS),)](
         q_nope,
         q_pe,
         out,
@@ -97,8 +97,8 @@ def pack_q(q_nope: torch.Tensor, q_pe: torch.Tensor, out: torch.Tensor) -> torch
         NOPE_DIM=nope_dim,
         PE_DIM=pe_dim,
         ALIGN=common_alignment(q_nope.element_size(), *strides),
-        BLOCK_NOPE=triton.next_power_of_2(nope_dim),
-        BLOCK_PE=triton.next_power_of_2(pe_dim),
+        BLOCK_NOPE=next_power_of_2(nope_dim),
+        BLOCK_PE=next_power_of_2(pe_dim),
         BLOCK_ROWS=BLOCK_ROWS,
     )
     return out

@@ -20,6 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_dcp.kernels.dispatch import cdiv, next_power_of_2
+
 LN_2 = tl.constexpr(math.log(2))
 #: Widest key for which a tile of 128 rows fits a multiprocessor's registers.
 NARROW_DIM = 256
@@ -197,7 +199,7 @@ def ragged_attention(
     narrow = k.shape[2] <= NARROW_DIM and q_nope.element_size() == 2
     block_m, block_n = (128, 64) if narrow else (32, 32)
     grid = (
-        triton.cdiv(queries.longest * group, block_m),
+        cdiv(queries.longest * group, block_m),
         k.shape[1],
         queries.indptr.shape[0] - 1,
     )
@@ -224,9 +226,9 @@ def ragged_attention(
         PRECISION="ieee" if q_nope.dtype == torch.float32 else "tf32",
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        BLOCK_NOPE=max(16, triton.next_power_of_2(nope)),
-        BLOCK_PE=max(16, triton.next_power_of_2(pe)),
-        BLOCK_DV=max(16, triton.next_power_of_2(dv)),
+        BLOCK_NOPE=max(16, next_power_of_2(nope)),
+        BLOCK_PE=max(16, next_power_of_2(pe)),
+        BLOCK_DV=max(16, next_power_of_2(dv)),
         num_warps=8,
         num_stages=_num_stages(q_nope.device),
     )

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_dcp.kernels.dispatch import next_power_of_2
+
 #: SGLang rounds the tokens of a split up to this many (triton_ops/decode_attention.py).
 MIN_BLOCK_KV = 32
 
@@ -99,7 +101,7 @@ def reduce_splits(
         partial_lse.stride(1),
         num_heads,
         D=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_D=next_power_of_2(head_dim),
         MIN_BLOCK=MIN_BLOCK_KV,
         num_warps=4,
     )

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_dcp.kernels.dispatch import common_alignment, use_triton
+from sglang_dcp.kernels.dispatch import cdiv, common_alignment, next_power_of_2, use_triton
 from sglang_dcp.kernels.lse_merge import (
     BLOCK_HEADS,
     NUM_WARPS,
@@ -144,7 +144,7 @@ def merge_state_into(
             o, lse, lse_base, part, part_lse, part_base, rows, update_lse=update_lse
         )
     strides = (*o.stride()[:2], *part.stride()[:2])
-    merge_state_into_kernel[(num_rows, triton.cdiv(num_heads, BLOCK_HEADS))](
+    merge_state_into_kernel[(num_rows, cdiv(num_heads, BLOCK_HEADS))](
         o,
         lse,
         part,
@@ -162,7 +162,7 @@ def merge_state_into(
         UPDATE_LSE=update_lse,
         ALIGN=common_alignment(min(o.element_size(), part.element_size()), *strides),
         BLOCK_H=BLOCK_HEADS,
-        BLOCK_D=triton.next_power_of_2(dim),
+        BLOCK_D=next_power_of_2(dim),
         num_warps=NUM_WARPS,
         # Contracted with the change of base, lse - max of the larger one would not be exactly 0.
         enable_fp_fusion=False,

@@ -1,9 +1,13 @@
-"""How the kernels over peer memory divide a batch: equally on all ranks (rule 1)."""
+"""How the kernels over peer memory divide a batch: equally on all ranks (rule 1).
+
+Cached: eager prefill asks in every layer, and waits for its host.
+"""
 
 from __future__ import annotations
 
-import triton
+import functools
 
+from sglang_dcp.kernels.dispatch import cdiv, next_power_of_2
 from sglang_dcp.kernels.exchange_lines import LINE_BYTES
 from sglang_dcp.kernels.peer_signal import Tiling
 
@@ -13,6 +17,7 @@ NUM_WARPS = 4
 VEC_BYTES = 16
 
 
+@functools.cache
 def exchange_tiling(num_rows: int, row_bytes: int, num_ranks: int, max_programs: int) -> Tiling:
     """Division of the exchange; the thresholds are from sweeps on two H200 (H=96, B=1..256).
 
@@ -28,12 +33,13 @@ def exchange_tiling(num_rows: int, row_bytes: int, num_ranks: int, max_programs:
     """
     full = num_rows > 256
     num_warps = 2 * NUM_WARPS if full else NUM_WARPS
-    block = max(1, triton.next_power_of_2(32 * num_warps * VEC_BYTES // row_bytes))
+    block = max(1, next_power_of_2(32 * num_warps * VEC_BYTES // row_bytes))
     if num_rows > 1024 and num_ranks <= 4:
         block *= 2
-    return _even(triton.cdiv(num_rows, block), block, num_warps, max(1, max_programs // (1 + full)))
+    return _even(cdiv(num_rows, block), block, num_warps, max(1, max_programs // (1 + full)))
 
 
+@functools.cache
 def line_tiling(num_lines: int, num_ranks: int, max_programs: int) -> Tiling:
     """Division of a kernel that moves lines, where more programs cost nothing but their start.
 
@@ -49,16 +55,17 @@ def line_tiling(num_lines: int, num_ranks: int, max_programs: int) -> Tiling:
     most_programs = max(1, max_programs // 2)
     if num_ranks <= 4 and num_lines > 2 * block * most_programs:
         block *= 2
-    return _even(triton.cdiv(num_lines, block), block, num_warps, most_programs)
+    return _even(cdiv(num_lines, block), block, num_warps, most_programs)
 
 
+@functools.cache
 def gather_tiling(num_chunks: int, max_programs: int) -> Tiling:
     """Division of the gather's 16-byte chunks, from the same sweeps: about four steps a program."""
     num_warps = 2 * NUM_WARPS
     block = 32 * num_warps
     while block < 4 * 32 * num_warps and num_chunks > block * 4 * 108:
         block *= 2
-    items = triton.cdiv(num_chunks, block)
+    items = cdiv(num_chunks, block)
     return _even(
         items, block, num_warps, min(max(1, max_programs // 2), 54 if items <= 216 else 124)
     )
@@ -66,5 +73,5 @@ def gather_tiling(num_chunks: int, max_programs: int) -> Tiling:
 
 def _even(items: int, block: int, num_warps: int, most_programs: int) -> Tiling:
     """As many programs as finish `items` in the fewest steps, each with nearly as many."""
-    steps = triton.cdiv(items, most_programs)
-    return Tiling(block, num_warps, triton.cdiv(items, steps))
+    steps = cdiv(items, most_programs)
+    return Tiling(block, num_warps, cdiv(items, steps))
