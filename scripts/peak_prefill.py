@@ -39,6 +39,7 @@ def command_of(model: Path, args: argparse.Namespace) -> list[str]:
         *("--mem-fraction-static", str(args.mem_fraction_static), "--grammar-backend", "none"),
         *("--cuda-graph-max-bs-decode", "8", "--cuda-graph-backend-prefill", "disabled"),
         "--skip-server-warmup",
+        *args.server_args,
     ]
 
 
@@ -93,6 +94,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--chunk-tokens", type=int, default=8192, metavar="N", help="default 8192")
     parser.add_argument("--workspace-mb", type=int, default=512, metavar="N", help="default 512")
     parser.add_argument("--mem-fraction-static", type=float, default=0.6, metavar="F", help="0.6")
+    parser.add_argument(
+        "--server-args",
+        action="append",
+        default=[],
+        metavar="ARG",
+        help="a further argument of the server, may be given several times, as "
+        "--server-args=--dcp-comm-backend=a2a",
+    )
     parser.add_argument("--share-gpu", action="store_true", help="all ranks on GPU 0 (slow)")
     return bench.parse_run(parser, argv)
 

@@ -171,7 +171,8 @@ def _run_rank(name: str, pool: Pool, rank: int, tol: float, wrapper_class: Any) 
             partials.append((o.clone(), lse.clone()))
         q = _heads_first(pool.q[:, heads])
         q_pe = pool.q[:, heads, pool.nope :]
-        fresh = backend.attend_fresh(q[..., : pool.nope], q_pe, pool.latent, pool.layer)
+        keys = pool.latent[..., : pool.nope].contiguous(), pool.latent[..., pool.nope :]
+        fresh = backend.attend_fresh(q[..., : pool.nope], q_pe, *keys, pool.layer)
         assert fresh[0].is_contiguous()
         _close(fresh[0], fresh_want, tol)
         _close(_natural(fresh[1], backend.extend_lse_base), fresh_want_lse, tol)

@@ -207,7 +207,8 @@ def test_pass_q_stays_inside_the_workspace(monkeypatch, slice_tokens, fits):
         with Allocations() as watch:
             pause_in_kernels(monkeypatch, watch)
             backend.plan_extend(pool.batch())
-            extend_over_stripes(backend, own[..., :256], own[..., 256:], pool.latent, pool.layer)
+            tensors = own[..., :256], own[..., 256:], pool.latent[..., :256], pool.latent[..., 256:]
+            extend_over_stripes(backend, *tensors, pool.layer)
     absorbed_bytes = len(pool.q) * 8 * 256 * 4  # counted, and made before
     assert (watch.peak_bytes + absorbed_bytes <= limit) == fits, (watch.peak_bytes, limit)
     assert watch.peak_bytes + absorbed_bytes > 0.4 * limit

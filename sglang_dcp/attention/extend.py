@@ -57,7 +57,12 @@ class ExtendAttention(Protocol):
     prefix_slices: list[PrefixSlice]
 
     def attend_fresh(
-        self, q_nope: torch.Tensor, q_pe: torch.Tensor, latent: torch.Tensor, layer: Any
+        self,
+        q_nope: torch.Tensor,
+        q_pe: torch.Tensor,
+        k_nope: torch.Tensor,
+        k_pe: torch.Tensor,
+        layer: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Own heads over the new tokens, causal -> o [T, H/c, 512] contiguous, lse [T, H/c]."""
         ...
@@ -73,7 +78,8 @@ def extend_over_stripes(
     backend: ExtendAttention,
     q_nope: torch.Tensor,
     q_pe: torch.Tensor,
-    latent: torch.Tensor,
+    k_nope: torch.Tensor,
+    k_pe: torch.Tensor,
     layer: Any,
 ) -> torch.Tensor:
     """Attention of an extend batch whose prefixes are striped.
@@ -82,14 +88,14 @@ def extend_over_stripes(
         backend: the fresh part and stage 5.
         q_nope: [T, H/c, 512] absorbed queries of this rank's heads, any strides.
         q_pe: [T, H/c, 64] their rope parts, any strides.
-        latent: [T, 1, 576] latent rows of the new tokens, nope | rope.
+        k_nope, k_pe: [T, 1, 512] and [T, 1, 64] latent rows of the new tokens, any strides.
         layer: the RadixAttention, for its scale and its layer of the pool.
 
     Returns:
         [T, H/c * 512], what `w_vc` reads, in the dtype of q_nope.
     """
     comm = state.get_state().comm
-    out, fresh_lse = backend.attend_fresh(q_nope, q_pe, latent, layer)
+    out, fresh_lse = backend.attend_fresh(q_nope, q_pe, k_nope, k_pe, layer)
     for part in backend.prefix_slices:
         q = comm.gather_q(q_nope[part.tokens], q_pe[part.tokens])
         o, lse = backend.attend_prefix(q, layer, part.kernel)

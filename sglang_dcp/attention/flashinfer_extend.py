@@ -81,15 +81,20 @@ class FlashInferExtend:
         self.plan_mla(wrapper, lens, lens, rows, state.get_state().comm.local_heads, causal=True)
 
     def attend_fresh(
-        self, q_nope: torch.Tensor, q_pe: torch.Tensor, latent: torch.Tensor, layer: Any
+        self,
+        q_nope: torch.Tensor,
+        q_pe: torch.Tensor,
+        k_nope: torch.Tensor,
+        k_pe: torch.Tensor,
+        layer: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `ExtendAttention.attend_fresh`; lse base 2. Padded rows at the end hold anything."""
         wrapper: Any = self.prefill_wrapper_paged  # type: ignore[attr-defined]
         return wrapper.run(
             q_nope,
             q_pe,
-            latent[..., : layer.v_head_dim],
-            latent[..., layer.v_head_dim :],
+            k_nope,
+            k_pe,
             out=q_nope.new_empty(q_nope.shape),
             return_lse=True,
         )

@@ -163,5 +163,5 @@ class StripeMixin:
         heads = layer.tp_q_head_num
         q_nope = q.view(-1, heads, layer.v_head_dim)
         q_pe = q_rope.view(-1, heads, layer.head_dim - layer.v_head_dim)
-        latent = torch.cat([k.view(-1, 1, layer.v_head_dim), k_rope.view_as(q_pe[:, :1])], dim=-1)
-        return extend_over_stripes(self, q_nope, q_pe, latent, layer)  # type: ignore[arg-type]
+        k_nope, k_pe = k.view(-1, 1, layer.v_head_dim), k_rope.view(-1, 1, q_pe.shape[2])
+        return extend_over_stripes(self, q_nope, q_pe, k_nope, k_pe, layer)  # type: ignore[arg-type]

@@ -236,10 +236,16 @@ class DcpTorchMLABackend(StripeMixin, TorchMLABackend):
         self._new_lens = forward_batch.extend_seq_lens_cpu
 
     def attend_fresh(
-        self, q_nope: torch.Tensor, q_pe: torch.Tensor, latent: torch.Tensor, layer: Any
+        self,
+        q_nope: torch.Tensor,
+        q_pe: torch.Tensor,
+        k_nope: torch.Tensor,
+        k_pe: torch.Tensor,
+        layer: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `ExtendAttention.attend_fresh`; lse base e, -inf for padded rows at the end."""
-        lens, v = self._new_lens, latent[..., : layer.v_head_dim]
+        latent, lens = torch.cat([k_nope, k_pe], dim=-1), self._new_lens
+        v = latent[..., : layer.v_head_dim]
         q = torch.cat([q_nope, q_pe], dim=-1)
         o, lse = attend_segments(q, latent, v, lens, lens, layer.scaling, causal=True)
         return o.to(q.dtype), lse

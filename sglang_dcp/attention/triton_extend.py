@@ -111,11 +111,16 @@ class TritonExtend:
         self._new = make_spans(forward_batch.extend_seq_lens_cpu, _as_any(self).device)
 
     def attend_fresh(
-        self, q_nope: torch.Tensor, q_pe: torch.Tensor, latent: torch.Tensor, layer: Any
+        self,
+        q_nope: torch.Tensor,
+        q_pe: torch.Tensor,
+        k_nope: torch.Tensor,
+        k_pe: torch.Tensor,
+        layer: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `ExtendAttention.attend_fresh`; lse base e, -inf for padded rows at the end."""
+        latent, indptr = torch.cat([k_nope, k_pe], dim=-1), self._new.indptr
         v = latent[..., : layer.v_head_dim]
-        indptr = self._new.indptr
         return ragged_attention(q_nope, q_pe, latent, v, self._new, indptr, layer.scaling, True)
 
     def forward_extend(
