@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from interpreted_nvlink import CPU, DIM, MAX_TOKENS, ROPE, interpreted, shared_dims, shared_memory
 from ranks import run_ranks
 from serving import Farm, Spec
-from test_nvlink import CPU, DIM, MAX_TOKENS, ROPE, interpreted, shared_dims, shared_memory
 from virtual_nvlink import own_merge, random_partials, random_queries
 
 from sglang_dcp.comm import COMM_BACKENDS, TorchTransport
