@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import torch
+
+ROOT = Path(__file__).parent.parent
 
 
 def clean_env(interpret: bool = False) -> dict[str, str]:
@@ -15,6 +20,20 @@ def clean_env(interpret: bool = False) -> dict[str, str]:
     if interpret:
         env["TRITON_INTERPRET"] = "1"
     return env
+
+
+def run_python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """`code` in a process of its own that imports this checkout; it must succeed."""
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**clean_env(), "PYTHONPATH": str(ROOT), **env},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result
 
 
 def make_qkv(

@@ -155,7 +155,7 @@ SCHEDULER: tuple[Patch, ...] = (
         hook=HOOKS + "scheduler:before_configure_scheduler_process",
         why="phase 2 must know the arguments, and an error there must end the process",
         remove_when=NATIVE,
-        test="tests/test_hooks.py::test_plugin_unused_patches_arguments_only",
+        test="tests/test_hooks_phases.py::test_plugin_unused_patches_arguments_only",
     ),
 )
 
@@ -209,7 +209,7 @@ DCP: tuple[Patch, ...] = (
         hook=HOOKS + "parallel_state:before_destroy_model_parallel",
         why="our communicator must go before the process groups that it uses",
         remove_when=NATIVE,
-        test="tests/test_hooks.py::test_destroy_clears_state",
+        test="tests/test_hooks_phases.py::test_destroy_clears_state",
     ),
     Patch(
         name="capacity",
