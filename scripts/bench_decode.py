@@ -39,6 +39,7 @@ from sglang_dcp.testing.bench_servers import (
     MODELS,
     Board,
     Config,
+    add_server_args,
     capacity_tokens,
     command_of,
     write_model,
@@ -271,13 +272,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     own.add_argument(
         "--max-batch", type=int, default=32, metavar="N", help="largest captured graph (default 32)"
     )
-    own.add_argument(
-        "--server-args",
-        nargs="*",
-        default=[],
-        metavar="ARG",
-        help="further arguments of DCP servers, as --server-args=--dcp-replicate-q-proj",
-    )
+    add_server_args(own, "DCP servers")
     own.add_argument(
         "--parallel",
         type=int,

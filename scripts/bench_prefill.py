@@ -29,7 +29,13 @@ from sglang_dcp.planner import load_gpu, load_model
 from sglang_dcp.planner.gpus import find_gpu
 from sglang_dcp.planner.plot import import_pyplot
 from sglang_dcp.testing import bench, prefill
-from sglang_dcp.testing.bench_servers import MODELS, Board, capacity_tokens, write_model
+from sglang_dcp.testing.bench_servers import (
+    MODELS,
+    Board,
+    add_server_args,
+    capacity_tokens,
+    write_model,
+)
 from sglang_dcp.testing.client import ServerError
 from sglang_dcp.testing.plots import plot_prefill
 from sglang_dcp.testing.prefill import Point, Prompts
@@ -192,13 +198,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     own.add_argument(
         "--mem-fraction-static", type=float, default=0.6, metavar="F", help="default 0.6"
     )
-    own.add_argument(
-        "--server-args",
-        nargs=argparse.REMAINDER,
-        default=[],
-        metavar="ARG",
-        help="further arguments of all servers; the last option of the command line",
-    )
+    add_server_args(own, "all servers")
     own.add_argument("--start-timeout-s", type=float, default=300, metavar="S", help="default 300")
     own.add_argument("--log-dir", type=Path, metavar="DIR", help="default: a temporary folder")
 

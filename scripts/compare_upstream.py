@@ -28,6 +28,7 @@ import torch
 
 from sglang_dcp import envs
 from sglang_dcp.testing import bench
+from sglang_dcp.testing.bench_servers import add_server_args
 from sglang_dcp.testing.compare import (
     Comparison,
     cached_tokens,
@@ -258,7 +259,8 @@ def record(args: argparse.Namespace, reports: dict[str, Any]) -> dict[str, Any]:
     return bench.record("compare_upstream.py", hardware, args.git_hash, reports=reports)
 
 
-def main() -> int:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; `log_dir` exists."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--tp", type=int, default=2, metavar="N", help="ranks (default 2)")
     parser.add_argument("--dcp-size", type=int, default=2, metavar="N", help="default 2")
@@ -287,13 +289,7 @@ def main() -> int:
     load.add_argument(
         "--chunk", type=int, default=8192, metavar="N", help="chunked prefill size (default 8192)"
     )
-    parser.add_argument(
-        "--server-args",
-        nargs="*",
-        default=[],
-        metavar="ARG",
-        help="further arguments of DCP servers, as --server-args=--dcp-replicate-q-proj",
-    )
+    add_server_args(parser, "DCP servers")
     parser.add_argument(
         "--parallel",
         type=int,
@@ -308,14 +304,19 @@ def main() -> int:
     parser.add_argument(
         "--log-dir",
         type=Path,
-        default=Path(tempfile.mkdtemp()),
         metavar="DIR",
         help="logs and answers; answers found there are not asked again (default: a new folder)",
     )
     parser.add_argument("--git-hash", metavar="HASH", help="where the tree is not a git checkout")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the reports")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    args.log_dir = args.log_dir or Path(tempfile.mkdtemp())
+    return args
 
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve, compare, print and write; returns the exit code."""
+    args = parse(argv)
     work = Workload(args.dcp_size, args.long_tokens, args.pool_tokens)
     model = write_tiny_model(args.log_dir / "model", MODEL)
     baselines = [Run(backend) for backend in BASELINES]

@@ -28,7 +28,13 @@ from rich.table import Table
 
 from sglang_dcp.testing import bench, trace
 from sglang_dcp.testing.bench import Shape
-from sglang_dcp.testing.bench_servers import MODELS, Config, command_of, write_model
+from sglang_dcp.testing.bench_servers import (
+    MODELS,
+    Config,
+    add_server_args,
+    command_of,
+    write_model,
+)
 from sglang_dcp.testing.server import Server, ServerError
 
 NUM_DECODED_TOKENS = 2000  # more than pass before the profiler has its steps
@@ -219,7 +225,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     own.add_argument("--shape", type=Shape.parse, default="1x4096", metavar="BxL", help="1x4096")
     own.add_argument("--steps", type=int, default=12, metavar="N", help="steps to record (12)")
     own.add_argument("--activities", nargs="+", default=["GPU"], metavar="A", help="GPU, CPU (GPU)")
-    own.add_argument("--server-args", nargs="*", default=[], metavar="ARG", help="of DCP ones")
+    add_server_args(own, "DCP servers")
     own.add_argument("--mem-fraction-static", type=float, default=0.6, metavar="F", help="0.6")
     own.add_argument("--max-batch", type=int, default=32, metavar="N", help="largest graph (32)")
     own.add_argument("--start-timeout-s", type=float, default=300, metavar="S", help="default 300")

@@ -222,7 +222,7 @@ class FakeServer(Client):
         self.step_ms = 1.0 if "--dcp-size" in command else 2.0
         ours = "--dcp-size" in command and not native
         assert module == ("sglang_dcp" if ours else "sglang") + ".launch_server"
-        assert ("--dcp-replicate-q-proj" in command) == ours
+        assert (command[-2:] == ["--dcp-replicate-q-proj", "--odd=1"]) == ours
         log.write_text("max_total_num_tokens=123456, x\n")
 
     def __enter__(self) -> "FakeServer":
@@ -249,6 +249,7 @@ def test_sweep_over_own_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     files = ["--log-dir", str(tmp_path), "--json", str(result)]
     (tmp_path / "site" / "sglang").mkdir(parents=True)
     more = ["--native", str(tmp_path / "site"), "--server-args=--dcp-replicate-q-proj"]
+    more.append("--server-args=--odd=1")
     assert script.main([*sizes, *shapes, *files, *more]) == 0
     record = json.loads(result.read_text())
     assert (record["git_hash"], record["hardware"]) == ("abc", "2 x h200")
@@ -289,6 +290,26 @@ def test_wrong_arguments_start_nothing() -> None:
     for wrong in (["--shapes", "8x128K"], ["--gpu", "h9000"], ["--native", "/nowhere"]):
         with pytest.raises(SystemExit, match="error: "):
             script.main(wrong)
+
+
+@pytest.mark.parametrize(
+    "name", ["bench_decode", "bench_prefill", "compare_upstream", "trace_decode"]
+)
+def test_server_args_add_up(name: str, tmp_path: Path) -> None:
+    script, log_dir = load_script(name), ["--log-dir", str(tmp_path)]
+    args = script.parse([*log_dir, "--server-args=--odd", "--server-args", "b", "--server-args=-c"])
+    assert args.server_args == ["--odd", "b", "-c"]
+    assert script.parse(log_dir).server_args == []
+
+
+def test_dcp_servers_of_the_comparison_get_further_arguments(tmp_path: Path) -> None:
+    script = load_script("compare_upstream")
+    args = script.parse(["--log-dir", str(tmp_path), "--server-args=--odd=1", "--server-args=-b"])
+    for comm, module in (("a2a", "sglang_dcp"), (None, "sglang")):
+        found, command = script.command_of(script.Run("flashmla", comm), tmp_path, args)
+        assert found == f"{module}.launch_server"
+        assert (command[-2:] == ["--odd=1", "-b"]) == (comm is not None)
+        assert ("-b" in command) == (comm is not None)
 
 
 @pytest.mark.slow

@@ -191,7 +191,7 @@ class FakeServer(Client):
         super().__init__("http://nowhere")
         self.log_path, self.startup_s, self.aborted = log, 1.0, threading.Event()
         self.core = OURS if "--dcp-size" in command else UPSTREAM
-        assert ("--odd" in command) == ("--dcp-size" in command)
+        assert (command[-2:] == ["--odd", "--even=2"]) == ("--dcp-size" in command)
         log.write_text("Decode batch, #running-req: 3, of another request\n")
 
     def __enter__(self):
@@ -231,7 +231,7 @@ def test_servers_are_traced_and_compared(tmp_path, monkeypatch, capsys):
     result = tmp_path / "result.json"
     args = ["--model", "small", "--shape", "3x40", "--steps", "4", "--git-hash", "abc"]
     files = ["--log-dir", str(tmp_path), "--json", str(result)]
-    assert script.main([*args, *files, "--server-args=--odd"]) == 0
+    assert script.main([*args, *files, "--server-args=--odd", "--server-args=--even=2"]) == 0
     record = json.loads(result.read_text())
     assert (record["git_hash"], record["shape"]) == ("abc", "3x40")
     upstream, ours = record["runs"]

@@ -1,5 +1,6 @@
-"""What the benchmark scripts share about servers: dummy models to serve, and their progress."""
+"""What scripts share about servers: dummy models to serve, further arguments, and progress."""
 
+import argparse
 import json
 import re
 from dataclasses import dataclass
@@ -108,6 +109,21 @@ def command_of(
     dcp = ["--dcp-size", str(config.dcp_size), "--dcp-comm-backend", config.comm]
     module = "sglang.launch_server" if config.native_site else "sglang_dcp.launch_server"
     return module, command + dcp
+
+
+def add_server_args(parser: argparse._ActionsContainer, whose: str) -> None:
+    """`--server-args` for further arguments of the servers named by `whose`.
+
+    One argument each time: of a list, a second --server-args would silently replace the first.
+    """
+    parser.add_argument(
+        "--server-args",
+        action="append",
+        default=[],
+        metavar="ARG",
+        help=f"further argument of {whose}, as --server-args=--chunked-prefill-size=4096; may be "
+        "given several times",
+    )
 
 
 class Board:
