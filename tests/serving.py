@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections.abc import Callable
@@ -29,6 +30,12 @@ BARE_CPU_ENV = {
     "SGLANG_NCCL_SO_PATH": "none",
     "TORCH_COMPILE_DISABLE": "1",
     "OMP_NUM_THREADS": "1",
+}
+#: For servers whose module is one of this folder.
+MODULES_ENV = {
+    "PYTHONPATH": os.pathsep.join(
+        [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    )
 }
 
 Results = list[dict[str, Any]]

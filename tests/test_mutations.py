@@ -1,11 +1,10 @@
 """Deliberate bugs in a real server: each must be seen by the comparison that judges all servers."""
 
-import os
 from pathlib import Path
 
 import pytest
 from mutated_server import MUTATIONS
-from serving import WORK, Batch, Farm, Spec, generate
+from serving import MODULES_ENV, WORK, Batch, Farm, Spec, generate
 from test_serve import MAX_LOGPROB_DIFF
 
 from sglang_dcp.testing.compare import Comparison, compare_results
@@ -26,14 +25,11 @@ def mutation_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(farm: Farm, mutation_file: Path):
     """A server whose bug is chosen through `mutation_file`."""
-    path = os.pathsep.join(
-        [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(":")]
-    )
     spec = Spec(
         tp=4,  # with c = 2 no rank's stripe is ever empty in a decode step
         dcp_size=4,
         args=("--dcp-comm-backend", "a2a"),
-        env=(("MUTATION_FILE", str(mutation_file)), ("PYTHONPATH", path)),
+        env=(("MUTATION_FILE", str(mutation_file)), *MODULES_ENV.items()),
         module="mutated_server",
     )
     mutated, _ = farm.server(spec)

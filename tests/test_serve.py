@@ -12,6 +12,7 @@ import pytest
 from serving import (
     BARE_CPU_ENV,
     FIRST,
+    MODULES_ENV,
     WORK,
     Background,
     Farm,
@@ -169,14 +170,21 @@ def test_this_comparison_can_fail(farm: Farm) -> None:
 
 
 def test_capacity_without_max_total_tokens(farm: Farm) -> None:
-    """The flag would hide the hook on pool sizing."""
-    tokens = {}
+    """The flag would hide the hook on pool sizing. From the same free memory: the same rows."""
+    rows = set()
     for c in (1, 2):
-        args = ("--mem-fraction-static", "0.05")
-        spec = Spec(dcp_size=c, args=args, pool_tokens=None, work="none")
-        tokens[c] = farm.outcome(spec).ranks[0]["kv_tokens"]
-    # free memory of a shared machine moves between the two runs; without the hook it is 1
-    assert 1.6 < tokens[2] / tokens[1] < 2.4
+        spec = Spec(
+            dcp_size=c,
+            args=("--mem-fraction-static", "0.05"),
+            env=tuple(MODULES_ENV.items()),
+            pool_tokens=None,
+            module="fixed_memory_server",
+            work="none",
+        )
+        for rank in farm.outcome(spec).ranks:
+            assert rank["kv_tokens"] == c * rank["kv_rows_allocated"]
+            rows.add(rank["kv_rows_allocated"])
+    assert len(rows) == 1, rows
 
 
 def test_torch_mla_equals_upstream_triton(farm: Farm) -> None:
