@@ -18,7 +18,7 @@ from typing import Any
 
 from sglang_dcp import envs
 from sglang_dcp.testing import bench
-from sglang_dcp.testing.bench_servers import MODELS, write_model
+from sglang_dcp.testing.bench_servers import MODELS, add_server_args, write_model
 from sglang_dcp.testing.client import ServerError
 from sglang_dcp.testing.observe import rank_counters
 from sglang_dcp.testing.server import Server, on_shared_gpu
@@ -94,14 +94,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--chunk-tokens", type=int, default=8192, metavar="N", help="default 8192")
     parser.add_argument("--workspace-mb", type=int, default=512, metavar="N", help="default 512")
     parser.add_argument("--mem-fraction-static", type=float, default=0.6, metavar="F", help="0.6")
-    parser.add_argument(
-        "--server-args",
-        action="append",
-        default=[],
-        metavar="ARG",
-        help="a further argument of the server, may be given several times, as "
-        "--server-args=--dcp-comm-backend=a2a",
-    )
+    add_server_args(parser, "the server")
     parser.add_argument("--share-gpu", action="store_true", help="all ranks on GPU 0 (slow)")
     return bench.parse_run(parser, argv)
 

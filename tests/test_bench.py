@@ -293,7 +293,7 @@ def test_wrong_arguments_start_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["bench_decode", "bench_prefill", "compare_upstream", "trace_decode"]
+    "name", ["bench_decode", "bench_prefill", "compare_upstream", "peak_prefill", "trace_decode"]
 )
 def test_server_args_add_up(name: str, tmp_path: Path) -> None:
     script, log_dir = load_script(name), ["--log-dir", str(tmp_path)]
