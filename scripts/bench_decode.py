@@ -3,12 +3,14 @@
 
     scripts/bench_decode.py --model k3ish --tp 2 --dcp-size 2 --json FILE --plot FILE.png
     scripts/bench_decode.py --native SITE_PACKAGES    # beside the DCP of a later SGLang
+    scripts/bench_decode.py --model k3 --tp 8 --dcp-size 8 --shapes 64x16384 1x1000000 8x1000000
     scripts/bench_decode.py --url http://127.0.0.1:30000 --shapes 1x4096 8x131072
 
 Each server gets the same random prompts of each shape (batch x context tokens); prefill is cached
-by a first request, 32 tokens warm up, then 160 are decoded. Step times of a self-started server
-come from its scheduler's "gen throughput" log lines, weights are dummies: only shapes matter for
-time. Those of a running server (--url) are taken from its stream, as a client sees them.
+by a first request, 32 tokens warm up, then 160 are decoded; a shape that a server's KV cache does
+not hold is left out there. Step times of a self-started server come from its scheduler's "gen
+throughput" log lines, weights are dummies: only shapes matter for time. Those of a running server
+(--url) are taken from its stream, as a client sees them.
 """
 
 import argparse
@@ -50,6 +52,7 @@ from sglang_dcp.testing.server import GpuSets, Server
 
 NUM_DECODED_TOKENS = 160
 NUM_WARM_UP_TOKENS = 32
+NOT_PLANNED = {"floor_ms": None, "predicted_ms": None}
 
 
 def read_log(server: Server, prompts: list[list[int]]) -> list[float]:
@@ -104,7 +107,7 @@ class Ground:
     def plan(self, shape: Shape, dcp_size: int, comm: str) -> dict[str, float | None]:
         """The planner's floor and prediction of a step, as far as it knows model and GPU."""
         if self.model is None or self.gpu is None:
-            return {"floor_ms": None, "predicted_ms": None}
+            return NOT_PLANNED
         sizes = {"tp_size": self.tp_size, "dcp_size": dcp_size}
         return bench.planned(self.model, self.gpu, shape, comm=comm, **sizes)
 
@@ -116,11 +119,17 @@ def measure_all(
     args: argparse.Namespace,
     ground: Ground,
     board: Board,
+    capacity: int | None,
 ) -> list[dict[str, Any]]:
-    """Rows of every shape on one server."""
+    """Rows of every shape on one server of `capacity` KV tokens, where that is known."""
     rows = []
     for seed, shape in enumerate(args.shapes):
         board.doing(f"{config.label} {shape}")
+        needed = shape.batch * (shape.context_tokens + NUM_DECODED_TOKENS)
+        if capacity is not None and needed > capacity:
+            rows.append(bench.unfit_row(shape) | {"prefill_s": None, **NOT_PLANNED})
+            board.done(f"{config.label} {shape}: does not fit into {capacity:,} KV tokens")
+            continue
         row = measure(client, read_steps, shape, seed, ground.vocab_size)
         rows.append(row | ground.plan(shape, config.dcp_size, config.comm))
         took = f"p50 {row['step_p50_ms']:.3f} ms, p95 {row['step_p95_ms']:.3f} ms"
@@ -154,8 +163,11 @@ def run_own(
         Server(command, log, module, env | site, args.start_timeout_s) as server,
     ):
         board.done(f"{config.label}: up in {server.startup_s:.0f} s")
-        rows = measure_all(server, read_log, config, args, ground, board)
-    return entry_of(config, capacity_tokens(log.read_text(errors="replace")), rows)
+        capacity = capacity_tokens(log.read_text(errors="replace"))
+        # what a later release means by its number is not ours to say
+        room = None if config.native_site else capacity
+        rows = measure_all(server, read_log, config, args, ground, board, room)
+    return entry_of(config, capacity, rows)
 
 
 def run_running(args: argparse.Namespace, gpu: GpuSpec | None) -> tuple[int, dict[str, Any]]:
@@ -175,8 +187,9 @@ def run_running(args: argparse.Namespace, gpu: GpuSpec | None) -> tuple[int, dic
     )
     board = Board(len(args.shapes))
     with board.progress:
-        rows = measure_all(client, read_stream, config, args, ground, board)
-    return ground.tp_size, entry_of(config, info.get("max_total_num_tokens"), rows)
+        capacity = info.get("max_total_num_tokens")
+        rows = measure_all(client, read_stream, config, args, ground, board, capacity)
+    return ground.tp_size, entry_of(config, capacity, rows)
 
 
 def run_sweep(args: argparse.Namespace, gpu: GpuSpec | None) -> Iterator[dict[str, Any]]:
@@ -223,9 +236,9 @@ def show(runs: list[dict[str, Any]], tp_size: int) -> None:
             ratios = [row[f"ratio_to_{to}"] for to in ("upstream", "floor", "predicted")]
             table.add_row(
                 f"  {row['shape']}",
-                f"{row['step_p50_ms']:.3f}",
-                f"{row['step_p95_ms']:.3f}",
-                f"{row['tokens_per_s']:,.0f}",
+                "no room" if row["step_p50_ms"] is None else f"{row['step_p50_ms']:.3f}",
+                "-" if row["step_p95_ms"] is None else f"{row['step_p95_ms']:.3f}",
+                "-" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:,.0f}",
                 *("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
                 end_section=row is run["rows"][-1],
             )

@@ -97,12 +97,21 @@ def test_ratios_are_to_upstream_of_the_same_run_and_to_the_floor() -> None:
 
 def test_table_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     runs = [run_of(1, 3.37, 18.123), run_of(2, 3.9, 111.5, floor_ms=0.0311)]
+    runs[0]["rows"][0] |= bench.unfit_row(Shape(1, 4096))
     bench.add_ratios(runs)
     load_script("bench_decode").show(runs, tp_size=2)
     text = capsys.readouterr().err
     assert max(map(len, text.splitlines())) <= 80
     assert chr(0x2026) not in text, "rich cut a cell"
-    for cell in ("/upstream", "/predicted", "12.5M KV tokens", "111.500", "223.000", "1x4096"):
+    for cell in (
+        "/upstream",
+        "/predicted",
+        "12.5M KV tokens",
+        "111.500",
+        "223.000",
+        "1x4096",
+        "no room",
+    ):
         assert cell in text
 
 
@@ -186,6 +195,7 @@ def test_figures_of_result_files(
     script = load_script("plot_results")
     decode = {"hardware": "2 x H200", "model": "m", "date": "2026-01-01"}
     decode["runs"] = [run_of(1, 4.0, 8.0, 3.0, 5.0, 6.0), run_of(2, 5.0, 6.0, 3.0, 5.0, 6.0)]
+    decode["runs"][0]["rows"][0] |= bench.unfit_row(Shape(1, 4096))
     for name, record in (("decode", decode), ("exchange", exchange_record())):
         (tmp_path / f"{name}.json").write_text(json.dumps(record))
     (tmp_path / "compare.json").write_text(json.dumps({"reports": {}}))
@@ -245,7 +255,7 @@ def test_sweep_over_own_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(script.time, "sleep", lambda _: None)
     result = tmp_path / "result.json"
     sizes = ["--tp", "2", "--dcp-size", "2", "--comm", "a2a", "--baselines", "flashmla"]
-    shapes = ["--shapes", "2x64", "1x8", "--gpu", "h200", "--git-hash", "abc"]
+    shapes = ["--shapes", "2x64", "1x8", "1x200000", "--gpu", "h200", "--git-hash", "abc"]
     files = ["--log-dir", str(tmp_path), "--json", str(result)]
     (tmp_path / "site" / "sglang").mkdir(parents=True)
     more = ["--native", str(tmp_path / "site"), "--server-args=--dcp-replicate-q-proj"]
@@ -257,6 +267,9 @@ def test_sweep_over_own_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (upstream["dcp_size"], ours["dcp_size"], ours["comm"]) == (1, 2, "a2a")
     assert native["label"] == "native dcp2 flashinfer a2a"
     assert ours["max_total_num_tokens"] == 123456
+    too_long = [run["rows"].pop() for run in (upstream, ours, native)]
+    assert [row["step_p50_ms"] for row in too_long] == [None, None, pytest.approx(1.0)]
+    assert too_long[1]["ratio_to_upstream"] is too_long[1]["ratio_to_floor"] is None
     for row in ours["rows"]:
         assert row["step_p50_ms"] == row["step_p95_ms"] == pytest.approx(1.0)
         assert row["ratio_to_upstream"] == pytest.approx(0.5)
@@ -327,7 +340,8 @@ def test_against_a_running_server(tiny_model: Path, tmp_path: Path) -> None:
     assert run["max_total_num_tokens"] == 2048
     (row,) = run["rows"]
     assert row["num_samples"] > 200, "two requests of 160 tokens"
-    assert 0.1 < row["step_p50_ms"] <= row["step_p95_ms"] < 10_000
-    assert row["ratio_to_floor"] > 1
+    # a starved client sees tokens in bursts, so the median has no lower bound here
+    assert 0 < row["step_p50_ms"] <= row["step_p95_ms"] < 10_000
+    assert row["ratio_to_floor"] == row["step_p50_ms"] / row["floor_ms"]
     assert row["tokens_per_s"] == pytest.approx(2e3 / row["step_p50_ms"])
     assert row["ratio_to_upstream"] is None

@@ -98,6 +98,17 @@ def step_row(shape: Shape, steps_ms: Sequence[float]) -> dict[str, Any]:
     }
 
 
+def unfit_row(shape: Shape) -> dict[str, Any]:
+    """As `step_row`, of a shape that a server's KV cache does not hold: all figures are None."""
+    measured = {"step_p50_ms": None, "step_p95_ms": None, "tokens_per_s": None, "num_samples": 0}
+    return {
+        "shape": str(shape),
+        "batch": shape.batch,
+        "context_tokens": shape.context_tokens,
+        **measured,
+    }
+
+
 def planned(
     model: ModelShape, gpu: GpuSpec, shape: Shape, *, tp_size: int, dcp_size: int, comm: str
 ) -> dict[str, float | None]:
@@ -144,7 +155,8 @@ def add_ratios(runs: Sequence[dict[str, Any]]) -> None:
                 "ratio_to_floor": row.get("floor_ms"),
                 "ratio_to_predicted": row.get("predicted_ms"),
             }
-            row.update({k: v and row["step_p50_ms"] / v for k, v in others.items()})
+            step_ms = row["step_p50_ms"]
+            row.update({k: step_ms and v and step_ms / v for k, v in others.items()})
 
 
 def parse_run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:

@@ -13,8 +13,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 _CAPACITY_LINE = re.compile(r"max_total_num_tokens=(\d+)")
 #: Decode steps between two of the scheduler's "gen throughput" lines.
 LOG_INTERVAL_STEPS = 16
-#: Shapes of the models that can be named instead of a folder, with K3's latent geometry.
+#: Shapes of the models that can be named instead of a folder, with K3's latent geometry; k3 has as
+#: many layers as K3 has with MLA.
 MODELS: dict[str, dict[str, Any]] = {
+    "k3": {"num_hidden_layers": 24, "hidden_size": 6144, "num_attention_heads": 96},
     "k3ish": {"num_hidden_layers": 12, "hidden_size": 6144, "num_attention_heads": 96},
     "small": {"num_hidden_layers": 4, "hidden_size": 2048, "num_attention_heads": 32},
 }

@@ -146,9 +146,12 @@ def _color(index: int) -> str:
 
 
 def _decode_panel(axes: Any, shape: str, rows: Sequence[dict[str, Any]]) -> None:
-    top = max(row["step_p95_ms"] for row in rows)
+    top = max((row["step_p95_ms"] for row in rows if row["step_p95_ms"]), default=1.0)
     for x, row in enumerate(rows):
         step_ms = row["step_p50_ms"]
+        if step_ms is None:
+            axes.text(x, 0.03 * top, "does not fit", rotation=90, ha="center", fontsize=8)
+            continue
         whisker = max(0.0, row["step_p95_ms"] - step_ms)
         axes.bar(x, step_ms, color=_color(x), yerr=[[0], [whisker]], ecolor="#333333", capsize=3)
         axes.text(x, row["step_p95_ms"] + 0.02 * top, f"{step_ms:.2f}", ha="center", fontsize=8)
