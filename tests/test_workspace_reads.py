@@ -63,16 +63,17 @@ PREFIXES = [700, 5, 92]
 @pytest.fixture
 def prefix_attention(plugin, monkeypatch):
     """The loop over prefix chunks on every rank of a simulated group, for chunks of a size."""
+    from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
     from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mha as upstream
 
     from sglang_dcp.attention import prefix_chunks
     from sglang_dcp.attention.torch_mla import attend_segments
-    from sglang_dcp.hooks.forward_mha import _set_chunks
+    from sglang_dcp.hooks import forward_mha as hooks
     from sglang_dcp.pool import DcpMLATokenToKVPool
 
     h, nope, rope, v = 2, SHAPE.qk_nope_head_dim, SHAPE.qk_rope_head_dim, SHAPE.v_head_dim
     scale, up = 0.3, torch.randn(h * (nope + v), SHAPE.kv_lora_rank) / SHAPE.kv_lora_rank**0.5
-    merge = prefix_chunks.merge_state_into
+    merge, unit = prefix_chunks.merge_state_into, 1.0
 
     class Model(upstream.DeepseekMHAForwardMixin):
         num_local_heads, qk_nope_head_dim, qk_head_dim, v_head_dim = h, nope, nope + rope, v
@@ -88,7 +89,7 @@ def prefix_attention(plugin, monkeypatch):
             kv_lens = batch.prefix_chunk_seq_lens[batch.prefix_chunk_idx].tolist()
             with self.watch.pause():  # a kernel's own scratch is not the read's, its results are
                 result = attend_segments(q, k, values, NUM_NEW, kv_lens, scale, causal=False)
-            return tuple(t.clone() for t in result)
+            return result[0].clone(), result[1] / unit
 
         def merge(self, *args, **kwargs):
             with self.watch.pause():
@@ -96,7 +97,10 @@ def prefix_attention(plugin, monkeypatch):
 
     Model.attn_mha.layer_id = 0
 
-    def run(max_tokens):
+    def run(max_tokens, base="e", said_base=None):
+        """With LSEs in `base`, by a backend that says so, or says another one."""
+        nonlocal unit
+        unit = math.log(2) if base == "2" else 1.0
         c, width = SHAPE.dcp_size, SHAPE.kv_lora_rank + rope
         latents = torch.randn(sum(-(-n // c) * c for n in PREFIXES), width)
         chunks = pack_chunks(PREFIXES, max_tokens, c)
@@ -110,15 +114,17 @@ def prefix_attention(plugin, monkeypatch):
                 dcp_gather_plans=make_gather_plans(slots, chunks, c),
             )  # fmt: skip
             batch.set_prefix_chunk_idx = lambda i: setattr(batch, "prefix_chunk_idx", i)
-            _set_chunks(batch, chunks, torch.device("cpu"))
+            hooks._set_chunks(batch, chunks, torch.device("cpu"))
             pool = object.__new__(DcpMLATokenToKVPool)
             pool.start_layer, pool.kv_lora_rank = 0, SHAPE.kv_lora_rank
             pool.kv_buffer = [latents[rank::c].clone().unsqueeze(1)]
             out = torch.full((sum(NUM_NEW), h, v), math.nan)  # no key seen so far
-            states = out, torch.full((sum(NUM_NEW), h), -math.inf), "e"
-            with Allocations() as watch:
-                prefix_chunks.attend_prefix_chunks(Model(watch), pool, q, *states, batch)
-            return *states[:2], watch
+            lse = torch.full((sum(NUM_NEW), h), -math.inf)
+            backend = SimpleNamespace(token_to_kv_pool=pool, extend_lse_base=said_base or base)
+            with Allocations() as watch, forward_context(ForwardContext(backend)):
+                model = Model(watch)
+                hooks.around_chunked_prefix_attn_mha(None, model, q, out, lse, batch)
+            return out, lse * unit, watch
 
         kv = torch.nn.functional.linear(latents[:, : SHAPE.kv_lora_rank], up).view(-1, h, nope + v)
         k_pe = latents[:, None, SHAPE.kv_lora_rank :].expand(-1, h, -1)
@@ -141,6 +147,16 @@ def test_reads_stay_inside_the_workspace(prefix_attention, limit):
             torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
         assert watch.largest_bytes < limit
         assert 0.3 * limit < watch.peak_bytes <= limit
+
+
+def test_the_base_is_the_backends(prefix_attention):
+    """Of the new tokens' LSE and of every chunk's; another one would show."""
+    want, results = prefix_attention(64, base="2")
+    for out, lse, _ in results:
+        torch.testing.assert_close(out, want[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(lse, want[1], atol=1e-5, rtol=1e-5)
+    want, results = prefix_attention(64, base="2", said_base="e")
+    assert all((out - want[0]).abs().max() > 1e-3 for out, *_ in results)
 
 
 def test_an_unbounded_read_would_show(prefix_attention):
