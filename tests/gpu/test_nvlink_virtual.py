@@ -178,31 +178,40 @@ def test_layer_equals_unsharded_attention_and_a2a(size, num_heads, dim, dtype, l
         assert_close(torch.cat(step.merged, 1), unsharded)
 
 
-@both_kinds
-@pytest.mark.parametrize("jitter_us", [0, 60])
-@pytest.mark.parametrize("lse_base", ["e", "2"])
-@pytest.mark.parametrize(
+groups = pytest.mark.parametrize(
     ("size", "num_heads", "dtype"),
     [(2, 12, torch.float16), (4, 96, torch.bfloat16), (8, 16, torch.bfloat16)],
 )
-def test_back_to_back_launches(size, num_heads, dtype, lse_base, jitter_us, lines):
-    """Alternating batches with nothing between, over the wrap; what was read is poisoned."""
-    device, dim, count = torch.device("cuda"), 512, 60
+
+
+def late_ranks(size, num_heads, dtype, lines, jitter_us):
+    """Ranks whose kernels wait a random while before they push, signal and read."""
     comms = make_ranks(
         size,
-        device,
+        torch.device("cuda"),
         PROGRAMS,
         num_heads=num_heads,
-        kv_lora_rank=dim,
+        kv_lora_rank=512,
         qk_rope_head_dim=ROPE,
         max_tokens=MAX_TOKENS,
         dtype=dtype,
         max_line_bytes=max_line_bytes(lines),
     )
     for comm in comms:
-        for name in ("_exchange_state", "_line_state"):
+        for name in ("_exchange_state", "_line_state", "_line_gather_state"):
             state = dataclasses.replace(getattr(comm, name), jitter_us=jitter_us, refresh_epochs=16)
             setattr(comm, name, state)
+    return comms
+
+
+@both_kinds
+@pytest.mark.parametrize("jitter_us", [0, 60])
+@pytest.mark.parametrize("lse_base", ["e", "2"])
+@groups
+def test_back_to_back_launches(size, num_heads, dtype, lse_base, jitter_us, lines):
+    """Alternating batches with nothing between, over the wrap; what was read is poisoned."""
+    device, dim, count = torch.device("cuda"), 512, 60
+    comms = late_ranks(size, num_heads, dtype, lines, jitter_us)
     sizes = batches(MAX_TOKENS, count)
     inputs = {n: random_partials(size, n, num_heads, dim, dtype, device) for n in set(sizes)}
     got = [
@@ -238,27 +247,11 @@ def test_back_to_back_launches(size, num_heads, dtype, lse_base, jitter_us, line
 
 
 @pytest.mark.parametrize("jitter_us", [0, 60])
-@pytest.mark.parametrize(
-    ("size", "num_heads", "dtype"),
-    [(2, 12, torch.float16), (4, 96, torch.bfloat16), (8, 16, torch.bfloat16)],
-)
+@groups
 def test_gathers_by_lines_back_to_back(size, num_heads, dtype, jitter_us):
     """Alternating batches without an exchange, over the wrap; what was read is poisoned."""
     device, dim, count = torch.device("cuda"), 512, 60
-    comms = make_ranks(
-        size,
-        device,
-        PROGRAMS,
-        num_heads=num_heads,
-        kv_lora_rank=dim,
-        qk_rope_head_dim=ROPE,
-        max_tokens=MAX_TOKENS,
-        dtype=dtype,
-        max_line_bytes=max_line_bytes(True),
-    )
-    for comm in comms:
-        state = dataclasses.replace(comm._line_gather_state, jitter_us=jitter_us)
-        comm._line_gather_state = state
+    comms = late_ranks(size, num_heads, dtype, True, jitter_us)
     sizes = batches(MAX_TOKENS, count)
     local = num_heads // size
     inputs = [random_queries(size, n, local, dim, ROPE, dtype, device) for n in sizes]
