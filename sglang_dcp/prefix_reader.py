@@ -18,8 +18,9 @@ Which gathers there are follows from lengths that are equal on all ranks.
 
 Order of memory. One buffer receives all gathers: a chunk is copied out of it, in token order, on
 the current stream before the next gather is started, and that gather waits for the current stream.
-The copies live as long as upstream uses them, on the current stream only. So two chunks are held
-at a time, one in the buffer and one in copies, and both are counted in `sglang_dcp.workspace`.
+The copies live as long as `attention/prefix_chunks.py` uses them, on the current stream only. So
+two chunks are held at a time, one in the buffer and one in copies, and both are counted in
+`sglang_dcp.workspace`.
 """
 
 from collections.abc import Sequence

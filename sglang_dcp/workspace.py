@@ -201,7 +201,7 @@ class ChunkBudget:
 
 
 def least_workspace_mb(budget: ChunkBudget, new_tokens: int) -> int:
-    """The smallest workspace, in MiB, in which `budget` fits so many new tokens."""
+    """A workspace, in MiB, that fits so many new tokens where one MiB less does not."""
     low, high = 0, 1 << 30
     while high - low > 1:
         middle = (low + high) // 2

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sglang_dcp.kernels import dispatch
+from sglang_dcp.kernels.state_merge import merge_state_into_ref
 from sglang_dcp.prefix_gather import make_gather_plans, pack_chunks
 from sglang_dcp.testing.compare import compare_results
 from sglang_dcp.workspace import ChunkBudget, ReadShape, pass_q_bytes
@@ -73,7 +74,7 @@ def prefix_attention(plugin, monkeypatch):
 
     h, nope, rope, v = 2, SHAPE.qk_nope_head_dim, SHAPE.qk_rope_head_dim, SHAPE.v_head_dim
     scale, up = 0.3, torch.randn(h * (nope + v), SHAPE.kv_lora_rank) / SHAPE.kv_lora_rank**0.5
-    merge, unit = prefix_chunks.merge_state_into, 1.0
+    unit = 1.0
 
     class Model(upstream.DeepseekMHAForwardMixin):
         num_local_heads, qk_nope_head_dim, qk_head_dim, v_head_dim = h, nope, nope + rope, v
@@ -88,16 +89,16 @@ def prefix_attention(plugin, monkeypatch):
         def attn_mha(self, q, k, values, batch, save_kv_cache):
             kv_lens = batch.prefix_chunk_seq_lens[batch.prefix_chunk_idx].tolist()
             with self.watch.pause():  # a kernel's own scratch is not the read's, its results are
-                result = attend_segments(q, k, values, NUM_NEW, kv_lens, scale, causal=False)
+                result = attend_segments(q, k, values, batch.num_new, kv_lens, scale, causal=False)
             return result[0].clone(), result[1] / unit
 
         def merge(self, *args, **kwargs):
             with self.watch.pause():
-                merge(*args, **kwargs)
+                merge_state_into_ref(*args, **kwargs)
 
     Model.attn_mha.layer_id = 0
 
-    def run(max_tokens, base="e", said_base=None):
+    def run(max_tokens, base="e", said_base=None, num_new=NUM_NEW):
         """With LSEs in `base`, by a backend that says so, or says another one."""
         nonlocal unit
         unit = math.log(2) if base == "2" else 1.0
@@ -106,11 +107,11 @@ def prefix_attention(plugin, monkeypatch):
         chunks = pack_chunks(PREFIXES, max_tokens, c)
         starts = [0, 700, 708]  # of the requests in latents, whole groups each
         slots = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, PREFIXES, strict=True)])
-        q = torch.randn(sum(NUM_NEW), h, nope + rope)
+        q = torch.randn(sum(num_new), h, nope + rope)
 
         def on_rank(rank, transport):
             batch = SimpleNamespace(
-                batch_size=3, get_max_chunk_capacity=lambda: max_tokens,
+                batch_size=3, num_new=num_new, get_max_chunk_capacity=lambda: max_tokens,
                 dcp_gather_plans=make_gather_plans(slots, chunks, c),
             )  # fmt: skip
             batch.set_prefix_chunk_idx = lambda i: setattr(batch, "prefix_chunk_idx", i)
@@ -118,8 +119,8 @@ def prefix_attention(plugin, monkeypatch):
             pool = object.__new__(DcpMLATokenToKVPool)
             pool.start_layer, pool.kv_lora_rank = 0, SHAPE.kv_lora_rank
             pool.kv_buffer = [latents[rank::c].clone().unsqueeze(1)]
-            out = torch.full((sum(NUM_NEW), h, v), math.nan)  # no key seen so far
-            lse = torch.full((sum(NUM_NEW), h), -math.inf)
+            out = torch.full((sum(num_new), h, v), math.nan)  # no key seen so far
+            lse = torch.full((sum(num_new), h), -math.inf)
             backend = SimpleNamespace(token_to_kv_pool=pool, extend_lse_base=said_base or base)
             with Allocations() as watch, forward_context(ForwardContext(backend)):
                 model = Model(watch)
@@ -130,7 +131,7 @@ def prefix_attention(plugin, monkeypatch):
         k_pe = latents[:, None, SHAPE.kv_lora_rank :].expand(-1, h, -1)
         k = torch.cat([kv[..., :nope], k_pe], dim=-1)
         want = attend_segments(
-            q, k[slots], kv[slots][..., nope:], NUM_NEW, PREFIXES, scale, causal=False
+            q, k[slots], kv[slots][..., nope:], num_new, PREFIXES, scale, causal=False
         )
         return want, gather_on_all_ranks(c, on_rank)
 
@@ -147,6 +148,20 @@ def test_reads_stay_inside_the_workspace(prefix_attention, limit):
             torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
         assert watch.largest_bytes < limit
         assert 0.3 * limit < watch.peak_bytes <= limit
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_outputs_of_the_new_tokens_count(prefix_attention, counted):
+    """One output beside the one that it is merged into; chunks that ignore it exceed the limit."""
+    limit, num_new = 150_000, [200, 100, 60]
+    assert sum(num_new) * SHAPE.output_bytes() > 0.4 * limit
+    budget = ChunkBudget(limit, SHAPE, 0, SHAPE.dcp_size)
+    tokens = budget.chunk_tokens(num_new if counted else [1], PREFIXES)
+    want, results = prefix_attention(tokens, num_new=num_new)
+    for *got, watch in results:
+        for result, expected in zip(got, want, strict=True):
+            torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
+        assert (watch.peak_bytes <= limit) == counted
 
 
 def test_the_base_is_the_backends(prefix_attention):

@@ -19,8 +19,8 @@ class StripeMixin:
     """Mixed into a subclass of an upstream backend, before it in the bases.
 
     The subclass builds its metadata for the local stripe and implements `attend_stripe`. Prefill
-    by pass-KV stays upstream's, over gathered prefixes; for pass-Q the subclass implements
-    `plan_prefix`, `attend_prefix`, `plan_fresh` and `attend_fresh`.
+    by pass-KV attends in upstream's code (`attention/prefix_chunks.py`); for pass-Q the subclass
+    implements `plan_prefix`, `attend_prefix`, `plan_fresh` and `attend_fresh`.
     """
 
     lse_base: LseBase

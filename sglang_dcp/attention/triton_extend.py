@@ -146,7 +146,7 @@ class TritonExtend:
             return super().forward_extend(  # type: ignore[misc]
                 q, k, v, layer, forward_batch, *args, **kwargs
             )
-        assert forward_batch.mha_return_lse, "upstream's chunked MHA merges"
+        assert forward_batch.mha_return_lse, "the parts of pass-KV are merged"
         keys, over_prefix = self._new.indptr, forward_batch.attn_attend_prefix_cache
         if over_prefix:
             keys = forward_batch.prefix_chunk_cu_seq_lens[forward_batch.prefix_chunk_idx]

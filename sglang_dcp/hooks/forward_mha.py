@@ -53,7 +53,6 @@ def around_prepare_chunked_prefix_cache_info(
     self.dcp_prefix_chunks = chunks
     self.prefix_chunk_idx, self.prefix_chunk_len = -1, capacity
     _set_chunks(self, chunks, device)
-    self.prefix_chunk_kv_indices = list(slots.split(self.prefix_chunk_num_tokens))
 
 
 def _set_chunks(batch: Any, chunks: Sequence[PrefixChunk], device: torch.device) -> None:
