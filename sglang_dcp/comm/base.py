@@ -191,7 +191,7 @@ class Communicator(ABC):
         self._add_buffer("q_all", self.max_tokens * self.num_heads * self.q_dim, self.dtype)
 
     def _add_buffer(self, name: str, num_elements: int, dtype: torch.dtype) -> None:
-        self._buffers[name] = Scratch(num_elements, dtype, self.device)
+        self._buffers[name] = Scratch(torch.empty(num_elements, dtype=dtype, device=self.device))
 
     def _take(self, name: str, *shape: int) -> torch.Tensor:
         assert self._buffers, f"{type(self).__name__} was destroyed"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 
@@ -14,12 +16,13 @@ class Scratch:
     caching allocator reuses memory in that stream's order.
 
     Args:
-        num_elements: size of the static buffer.
-        dtype, device: of its elements.
+        flat: the static buffer, 1-D and contiguous.
     """
 
-    def __init__(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._flat = torch.empty(num_elements, dtype=dtype, device=device)
+    def __init__(self, flat: torch.Tensor) -> None:
+        self._flat = flat
+        # of as many shapes as there are batch sizes; two views cost the host microseconds a layer
+        self._views: dict[tuple[int, ...], torch.Tensor] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -28,11 +31,13 @@ class Scratch:
 
     def take(self, *shape: int) -> torch.Tensor:
         """Uninitialized contiguous tensor of the given shape; overwritten by the next `take`."""
-        num_elements = 1
-        for n in shape:
-            num_elements *= n
+        view = self._views.get(shape)
+        if view is not None:
+            return view
+        num_elements = math.prod(shape)
         if num_elements <= self._flat.numel():
-            return self._flat[:num_elements].view(shape)
+            view = self._views[shape] = self._flat[:num_elements].view(shape)
+            return view
         assert not (self._flat.is_cuda and torch.cuda.is_current_stream_capturing()), (
             f"{shape} does not fit the static {self._flat.numel()} elements under capture"
         )

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from sglang_dcp.comm.a2a import A2ACommunicator
 from sglang_dcp.comm.base import Communicator, GroupInfo
+from sglang_dcp.comm.buffers import Scratch
 from sglang_dcp.comm.registry import register_comm_backend
 from sglang_dcp.comm.symmetric import SymmetricBuffer, rendezvous
 from sglang_dcp.comm.transport import Transport
@@ -105,6 +106,9 @@ class NvlinkCommunicator(Communicator):
         self._limit_ns = torch.empty(1, dtype=torch.int64, device=self.device)
         self.set_wait_limit(START_UP_WAIT_S)
         self._tables = {name: self._symmetric.table(at) for name, at in self._offsets.items()}
+        q_region = self._symmetric.local[self._offsets["q"] :]
+        q_region = q_region[: self.max_tokens * self.num_heads * q_bytes]
+        self._q_all = Scratch(q_region.view(self.dtype))
         self._exchange_state = self._peer_state("exchange_flags")
         self._line_state = self._peer_state("exchange_lines")
         self._gather_state = self._peer_state("gather_flags")
@@ -148,9 +152,7 @@ class NvlinkCommunicator(Communicator):
         if num_tokens:
             tiling = gather_tiling(num_rows * row_bytes // VEC_BYTES, self.max_programs)
             nvlink_gather_q(q_nope, q_pe, self._tables["q"], self._gather_state, tiling)
-        num_elements = num_tokens * self.num_heads * self.q_dim
-        q_bytes = self._symmetric.local[self._offsets["q"] :][: num_elements * self.dtype.itemsize]
-        return q_bytes.view(self.dtype).view(num_tokens, self.num_heads, self.q_dim)
+        return self._q_all.take(num_tokens, self.num_heads, self.q_dim)
 
     def exchange_merge(
         self,
@@ -219,7 +221,7 @@ class NvlinkCommunicator(Communicator):
         if self._buffers:
             self._large.destroy()
             self._tables.clear()
-            del self._symmetric
+            del self._symmetric, self._q_all
         super().destroy()
 
     def _add_q_buffers(self) -> None:

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from sglang_dcp.kernels.dispatch import cdiv, num_splits, use_triton
+from sglang_dcp.kernels.launch import Launches, Plan
 from sglang_dcp.layout import all_local_lens
 
 BLOCK_REQUESTS = 128
@@ -41,6 +42,9 @@ def fill_local_lens_kernel(
         tl.store(all_ptr + rank * stride_all + b, local.to(tl.int32), mask=mask)
     own = (seq_len + (DCP_SIZE - 1 - dcp_rank)) // DCP_SIZE
     tl.store(kernel_lens_ptr + b, tl.maximum(own, 1).to(tl.int32), mask=mask)
+
+
+_lens_launches = Launches()
 
 
 def fill_local_lens(
@@ -69,15 +73,19 @@ def fill_local_lens(
     if not use_triton(seq_lens):
         fill_local_lens_ref(seq_lens, local_lens_all, kernel_lens, dcp_rank, dcp_size)
         return
-    fill_local_lens_kernel[(cdiv(num_requests, BLOCK_REQUESTS),)](
-        seq_lens,
-        local_lens_all,
-        kernel_lens,
-        num_requests,
-        dcp_rank,
-        local_lens_all.stride(0),
-        DCP_SIZE=dcp_size,
-        BLOCK=BLOCK_REQUESTS,
+
+    def plan() -> Plan:
+        return Plan(
+            (cdiv(num_requests, BLOCK_REQUESTS),),
+            num_requests,
+            dcp_rank,
+            local_lens_all.stride(0),
+            DCP_SIZE=dcp_size,
+            BLOCK=BLOCK_REQUESTS,
+        )
+
+    _lens_launches(
+        fill_local_lens_kernel, (seq_lens, local_lens_all, kernel_lens), (dcp_rank, dcp_size), plan
     )
 
 
@@ -117,6 +125,9 @@ def build_local_kv_indices_kernel(
         tl.store(out_ptr + j, slot // DCP_SIZE, mask=j < num_entries)
 
 
+_indices_launches = Launches()
+
+
 def build_local_kv_indices(
     req_to_token: torch.Tensor,
     req_pool_indices: torch.Tensor,
@@ -151,17 +162,22 @@ def build_local_kv_indices(
             req_to_token, req_pool_indices, seq_lens, kv_indptr, kv_indices, dcp_rank, dcp_size
         )
         return
-    splits = num_splits(cdiv(req_to_token.shape[1], dcp_size), BLOCK_ENTRIES)
-    build_local_kv_indices_kernel[(num_requests, splits)](
-        req_to_token,
-        req_pool_indices,
-        seq_lens,
-        kv_indptr,
-        kv_indices,
-        dcp_rank,
-        req_to_token.stride(0),
-        DCP_SIZE=dcp_size,
-        BLOCK=BLOCK_ENTRIES,
+
+    def plan() -> Plan:
+        splits = num_splits(cdiv(req_to_token.shape[1], dcp_size), BLOCK_ENTRIES)
+        return Plan(
+            (num_requests, splits),
+            dcp_rank,
+            req_to_token.stride(0),
+            DCP_SIZE=dcp_size,
+            BLOCK=BLOCK_ENTRIES,
+        )
+
+    _indices_launches(
+        build_local_kv_indices_kernel,
+        (req_to_token, req_pool_indices, seq_lens, kv_indptr, kv_indices),
+        (dcp_rank, dcp_size),
+        plan,
     )
 
 
@@ -207,6 +223,9 @@ def build_block_table_kernel(
         tl.store(table_ptr + b * stride_table + j, slot // WIDE_PAGE, mask=j < num_pages)
 
 
+_table_launches = Launches()
+
+
 def build_block_table(
     req_to_token: torch.Tensor,
     req_pool_indices: torch.Tensor,
@@ -240,16 +259,22 @@ def build_block_table(
             req_to_token, req_pool_indices, seq_lens, block_table, page_size, dcp_size
         )
         return
-    build_block_table_kernel[(num_requests, num_splits(width, BLOCK_ENTRIES))](
-        req_to_token,
-        req_pool_indices,
-        seq_lens,
-        block_table,
-        width,
-        req_to_token.stride(0),
-        block_table.stride(0),
-        WIDE_PAGE=page_size * dcp_size,
-        BLOCK=BLOCK_ENTRIES,
+
+    def plan() -> Plan:
+        return Plan(
+            (num_requests, num_splits(width, BLOCK_ENTRIES)),
+            width,
+            req_to_token.stride(0),
+            block_table.stride(0),
+            WIDE_PAGE=page_size * dcp_size,
+            BLOCK=BLOCK_ENTRIES,
+        )
+
+    _table_launches(
+        build_block_table_kernel,
+        (req_to_token, req_pool_indices, seq_lens, block_table),
+        (page_size, dcp_size),
+        plan,
     )
 
 

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from sglang_dcp.kernels.dispatch import cdiv, next_power_of_2, use_triton
+from sglang_dcp.kernels.launch import Launches, Plan
 
 # Rows of one program. A rank skips (c-1)/c of them, so one row each would mostly be launch cost.
 BLOCK_TOKENS = 4
@@ -52,6 +53,9 @@ def set_mla_kv_buffer_dcp_sharded_kernel(
     tl.store(kv_ptr + row * stride_kv + NOPE_DIM + d, rope, mask=mask)
 
 
+_launches = Launches()
+
+
 def set_mla_kv_buffer_dcp_sharded(
     kv_buffer: torch.Tensor,
     loc: torch.Tensor,
@@ -74,33 +78,41 @@ def set_mla_kv_buffer_dcp_sharded(
         dcp_rank: r of this rank.
         dcp_size: c, at least 1.
     """
-    kv, nope, rope = (_rows(t) for t in (kv_buffer, k_nope, k_rope))
-    num_tokens, nope_dim, rope_dim = loc.numel(), nope.shape[1], rope.shape[1]
-    assert nope_dim + rope_dim == kv.shape[1], f"{nope_dim} + {rope_dim} != {kv.shape[1]}"
-    assert min(nope.shape[0], rope.shape[0]) >= num_tokens, (nope.shape, rope.shape, num_tokens)
-    assert kv.dtype == nope.dtype == rope.dtype, (kv.dtype, nope.dtype, rope.dtype)
+    num_tokens, nope_dim, rope_dim = loc.numel(), k_nope.shape[-1], k_rope.shape[-1]
+    for t in (kv_buffer, k_nope, k_rope):
+        assert t.dim() == 2 or t.shape[1:-1] == (1,), f"not [N, 1, W] or [N, W]: {tuple(t.shape)}"
+        assert t.stride(-1) == 1, f"last dim must be contiguous, strides {t.stride()}"
+        assert t.dtype == kv_buffer.dtype, (t.dtype, kv_buffer.dtype)
+    assert nope_dim + rope_dim == kv_buffer.shape[-1], (nope_dim, rope_dim, kv_buffer.shape)
+    assert min(k_nope.shape[0], k_rope.shape[0]) >= num_tokens, (k_nope.shape, k_rope.shape)
     if num_tokens == 0:
         return
-    if not use_triton(kv):
-        set_mla_kv_buffer_dcp_sharded_ref(kv, loc, nope, rope, dcp_rank, dcp_size)
+    if not use_triton(kv_buffer):
+        set_mla_kv_buffer_dcp_sharded_ref(kv_buffer, loc, k_nope, k_rope, dcp_rank, dcp_size)
         return
     assert loc.is_contiguous(), f"loc has stride {loc.stride()}"
-    set_mla_kv_buffer_dcp_sharded_kernel[(cdiv(num_tokens, BLOCK_TOKENS),)](
-        kv,
-        loc,
-        nope,
-        rope,
-        num_tokens,
-        dcp_rank,
-        kv.stride(0),
-        nope.stride(0),
-        rope.stride(0),
-        DCP_SIZE=dcp_size,
-        NOPE_DIM=nope_dim,
-        ROPE_DIM=rope_dim,
-        BLOCK_NOPE=next_power_of_2(nope_dim),
-        BLOCK_ROPE=next_power_of_2(rope_dim),
-        BLOCK_TOKENS=BLOCK_TOKENS,
+
+    def plan() -> Plan:
+        return Plan(
+            (cdiv(num_tokens, BLOCK_TOKENS),),
+            num_tokens,
+            dcp_rank,
+            kv_buffer.stride(0),
+            k_nope.stride(0),
+            k_rope.stride(0),
+            DCP_SIZE=dcp_size,
+            NOPE_DIM=nope_dim,
+            ROPE_DIM=rope_dim,
+            BLOCK_NOPE=next_power_of_2(nope_dim),
+            BLOCK_ROPE=next_power_of_2(rope_dim),
+            BLOCK_TOKENS=BLOCK_TOKENS,
+        )
+
+    _launches(
+        set_mla_kv_buffer_dcp_sharded_kernel,
+        (kv_buffer, loc, k_nope, k_rope),
+        (dcp_rank, dcp_size),
+        plan,
     )
 
 
@@ -113,15 +125,8 @@ def set_mla_kv_buffer_dcp_sharded_ref(
     dcp_size: int,
 ) -> None:
     """Torch reference of `set_mla_kv_buffer_dcp_sharded`; syncs on CUDA (boolean indexing)."""
-    kv, nope, rope = (_rows(t) for t in (kv_buffer, k_nope[: len(loc)], k_rope[: len(loc)]))
+    kv, nope, rope = (t.view(len(t), t.shape[-1]) for t in (kv_buffer, k_nope, k_rope))
     owned = loc % dcp_size == dcp_rank
-    rows = (loc[owned] // dcp_size).long()
-    kv[rows] = torch.cat([nope[owned], rope[owned]], dim=1)
-
-
-def _rows(t: torch.Tensor) -> torch.Tensor:
-    """[N, 1, W] or [N, W] as [N, W] on the same storage."""
-    t = t.squeeze(1) if t.dim() == 3 else t
-    assert t.dim() == 2, f"need [N, 1, W] or [N, W], got {tuple(t.shape)}"
-    assert t.stride(1) == 1, f"last dim must be contiguous, strides {t.stride()}"
-    return t
+    num_tokens = len(loc)
+    latents = torch.cat([nope[:num_tokens], rope[:num_tokens]], dim=1)
+    kv[(loc[owned] // dcp_size).long()] = latents[owned]

@@ -76,6 +76,7 @@ from sglang_dcp.kernels.exchange_lines import (
     push_lines,
     receive_lines,
 )
+from sglang_dcp.kernels.launch import Plan
 from sglang_dcp.kernels.lse_merge import LseBase
 from sglang_dcp.kernels.nvlink_exchange import check_exchange
 from sglang_dcp.kernels.peer_signal import (
@@ -247,41 +248,46 @@ def line_exchange(
     assert tiling.slices == 1, tiling
     # each thread has 16 bytes of a line (rule 6), and they are nobody else's
     assert tiling.block * LINE_BYTES >= 16 * 32 * tiling.num_warps, tiling
-    line_exchange_kernel[(tiling.grid,)](
-        o,
-        lse,
-        local_lens,
-        merged,
-        merged if merged_lse is None else merged_lse,
-        state.flags,
-        state.counters,
-        state.limit_ns,
-        state.report,
-        state.rank,
-        num_rows,
-        row_capacity,
-        state.num_lanes,
-        # one number for all programs and ranks; surplus steps are masked
-        cdiv(num_rows * row_lines, tiling.block * tiling.grid),
-        *o.stride()[:2],
-        *lse.stride(),
-        local_lens.stride(0),
-        HL=local_heads,
-        N=num_ranks,
-        PEERS=next_power_of_2(num_ranks - 1),
-        D=dim,
-        ROW_LINES=row_lines,
-        CELLS=LINE_BYTES // item,
-        BASE_2=lse_base == "2",
-        STORE_LSE=merged_lse is not None,
-        ALIGN=common_alignment(item, *o.stride()[:2]),
-        BLOCK=tiling.block,
-        BLOCK_LANES=next_power_of_2(state.num_lanes),
-        JITTER_US=state.jitter_us,
-        INTERPRETED=INTERPRETED,
-        num_warps=tiling.num_warps,
-        # The same roundings in every kernel that merges: contracted or not, a*b + c differs.
-        enable_fp_fusion=False,
-        maxnreg=MAX_REGISTERS,
+
+    def plan() -> Plan:
+        return Plan(
+            (tiling.grid,),
+            state.flags,
+            state.counters,
+            state.limit_ns,
+            state.report,
+            state.rank,
+            num_rows,
+            row_capacity,
+            state.num_lanes,
+            # one number for all programs and ranks; surplus steps are masked
+            cdiv(num_rows * row_lines, tiling.block * tiling.grid),
+            *o.stride()[:2],
+            *lse.stride(),
+            local_lens.stride(0),
+            HL=local_heads,
+            N=num_ranks,
+            PEERS=next_power_of_2(num_ranks - 1),
+            D=dim,
+            ROW_LINES=row_lines,
+            CELLS=LINE_BYTES // item,
+            BASE_2=lse_base == "2",
+            STORE_LSE=merged_lse is not None,
+            ALIGN=common_alignment(item, *o.stride()[:2]),
+            BLOCK=tiling.block,
+            BLOCK_LANES=next_power_of_2(state.num_lanes),
+            JITTER_US=state.jitter_us,
+            INTERPRETED=INTERPRETED,
+            num_warps=tiling.num_warps,
+            # The same roundings in every kernel that merges: contracted or not, a*b + c differs.
+            enable_fp_fusion=False,
+            maxnreg=MAX_REGISTERS,
+        )
+
+    state.launches(
+        line_exchange_kernel,
+        (o, lse, local_lens, merged, merged if merged_lse is None else merged_lse),
+        (lse_base, merged_lse is None, row_capacity, tiling),
+        plan,
     )
     return merged

@@ -55,6 +55,7 @@ import triton.language as tl
 
 from sglang_dcp.kernels.dispatch import INTERPRETED, cdiv, common_alignment, next_power_of_2
 from sglang_dcp.kernels.exchange_lines import LINE_BYTES, push_lines, receive_lines
+from sglang_dcp.kernels.launch import Plan
 from sglang_dcp.kernels.nvlink_gather_q import check_gather
 from sglang_dcp.kernels.peer_signal import (
     MAX_REGISTERS,
@@ -264,34 +265,36 @@ def line_gather_q(
     assert num_lines <= line_capacity, (num_lines, line_capacity)
     # each thread has 16 bytes of a line (rule 6), and they are nobody else's
     assert tiling.block * LINE_BYTES >= CHUNK_BYTES * 32 * tiling.num_warps, tiling
-    strides = (*q_nope.stride()[:2], *q_pe.stride()[:2])
-    line_gather_q_kernel[(tiling.grid,)](
-        q_nope,
-        q_pe,
-        q_all,
-        state.flags,
-        state.counters,
-        state.limit_ns,
-        state.report,
-        state.rank,
-        num_rows,
-        num_lines,
-        line_capacity,
-        state.num_lanes,
-        # one number for all programs and ranks; surplus steps are masked
-        cdiv(num_lines, tiling.block * tiling.grid),
-        *strides,
-        HL=local_heads,
-        N=num_ranks,
-        NOPE_CHUNKS=nope_dim * item // CHUNK_BYTES,
-        ROW_CHUNKS=row_dim * item // CHUNK_BYTES,
-        CELLS=LINE_BYTES // item,
-        ALIGN=common_alignment(item, *strides),
-        BLOCK=tiling.block,
-        BLOCK_LANES=next_power_of_2(state.num_lanes),
-        JITTER_US=state.jitter_us,
-        INTERPRETED=INTERPRETED,
-        num_warps=tiling.num_warps,
-        maxnreg=MAX_REGISTERS,
-    )
+
+    def plan() -> Plan:
+        strides = (*q_nope.stride()[:2], *q_pe.stride()[:2])
+        return Plan(
+            (tiling.grid,),
+            state.flags,
+            state.counters,
+            state.limit_ns,
+            state.report,
+            state.rank,
+            num_rows,
+            num_lines,
+            line_capacity,
+            state.num_lanes,
+            # one number for all programs and ranks; surplus steps are masked
+            cdiv(num_lines, tiling.block * tiling.grid),
+            *strides,
+            HL=local_heads,
+            N=num_ranks,
+            NOPE_CHUNKS=nope_dim * item // CHUNK_BYTES,
+            ROW_CHUNKS=row_dim * item // CHUNK_BYTES,
+            CELLS=LINE_BYTES // item,
+            ALIGN=common_alignment(item, *strides),
+            BLOCK=tiling.block,
+            BLOCK_LANES=next_power_of_2(state.num_lanes),
+            JITTER_US=state.jitter_us,
+            INTERPRETED=INTERPRETED,
+            num_warps=tiling.num_warps,
+            maxnreg=MAX_REGISTERS,
+        )
+
+    state.launches(line_gather_q_kernel, (q_nope, q_pe, q_all), (line_capacity, tiling), plan)
     return q_all

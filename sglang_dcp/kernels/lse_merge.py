@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from sglang_dcp.kernels.dispatch import cdiv, common_alignment, next_power_of_2, use_triton
+from sglang_dcp.kernels.launch import Launches, Plan
 
 LseBase = Literal["e", "2"]
 
@@ -148,6 +149,9 @@ def merge_partials_kernel(
         tl.store(merged_lse_ptr + b * stride_sb + h * stride_sh, merged_lse, mask=in_heads)
 
 
+_launches = Launches()
+
+
 def merge_partials(
     out: torch.Tensor,
     lse: torch.Tensor,
@@ -191,29 +195,34 @@ def merge_partials(
     if not use_triton(out):
         return merge_partials_ref(out, lse, local_lens, lse_base, merged, merged_lse)
     lse_out = merged if merged_lse is None else merged_lse
-    strides = (*out.stride()[:3], *merged.stride()[:2])
-    merge_partials_kernel[(num_tokens, cdiv(num_heads, BLOCK_HEADS))](
-        out,
-        lse,
-        local_lens,
-        merged,
-        lse_out,
-        num_heads,
-        *out.stride()[:3],
-        *lse.stride(),
-        local_lens.stride(0),
-        *merged.stride()[:2],
-        *lse_out.stride()[:2],
-        N=num_ranks,
-        D=dim,
-        BASE_2=lse_base == "2",
-        STORE_LSE=merged_lse is not None,
-        ALIGN=common_alignment(min(out.element_size(), merged.element_size()), *strides),
-        BLOCK_H=BLOCK_HEADS,
-        BLOCK_D=next_power_of_2(dim),
-        num_warps=NUM_WARPS,
-        # The same roundings in every kernel that merges: contracted or not, a*b + c differs.
-        enable_fp_fusion=False,
+
+    def plan() -> Plan:
+        strides = (*out.stride()[:3], *merged.stride()[:2])
+        return Plan(
+            (num_tokens, cdiv(num_heads, BLOCK_HEADS)),
+            num_heads,
+            *out.stride()[:3],
+            *lse.stride(),
+            local_lens.stride(0),
+            *merged.stride()[:2],
+            *lse_out.stride()[:2],
+            N=num_ranks,
+            D=dim,
+            BASE_2=lse_base == "2",
+            STORE_LSE=merged_lse is not None,
+            ALIGN=common_alignment(min(out.element_size(), merged.element_size()), *strides),
+            BLOCK_H=BLOCK_HEADS,
+            BLOCK_D=next_power_of_2(dim),
+            num_warps=NUM_WARPS,
+            # The same roundings in every kernel that merges: contracted or not, a*b + c differs.
+            enable_fp_fusion=False,
+        )
+
+    _launches(
+        merge_partials_kernel,
+        (out, lse, local_lens, merged, lse_out),
+        (lse_base, merged_lse is None),
+        plan,
     )
     return merged
 

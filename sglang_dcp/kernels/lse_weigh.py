@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from sglang_dcp.kernels.dispatch import cdiv, common_alignment, next_power_of_2, use_triton
+from sglang_dcp.kernels.launch import Launches, Plan
 from sglang_dcp.kernels.lse_merge import (
     BLOCK_HEADS,
     NUM_WARPS,
@@ -83,6 +84,9 @@ def weigh_partial_kernel(
     tl.store(weighed_ptr + offs[:, None] + d, finish(acc, total), mask=mask)
 
 
+_launches = Launches()
+
+
 def weigh_partial(
     out: torch.Tensor,
     lse_all: torch.Tensor,
@@ -117,28 +121,29 @@ def weigh_partial(
         return weighed
     if not use_triton(out):
         return weigh_partial_ref(out, lse_all, local_lens, rank, lse_base, weighed)
-    strides = (*out.stride()[:2], *weighed.stride()[:2])
-    weigh_partial_kernel[(num_tokens, cdiv(num_heads, BLOCK_HEADS))](
-        out,
-        lse_all,
-        local_lens,
-        weighed,
-        rank,
-        num_heads,
-        *out.stride()[:2],
-        *lse_all.stride(),
-        local_lens.stride(0),
-        *weighed.stride()[:2],
-        N=num_ranks,
-        D=dim,
-        BASE_2=lse_base == "2",
-        ALIGN=common_alignment(out.element_size(), *strides),
-        BLOCK_H=BLOCK_HEADS,
-        BLOCK_D=next_power_of_2(dim),
-        num_warps=NUM_WARPS,
-        # The same roundings in every kernel that merges: contracted or not, a*b + c differs.
-        enable_fp_fusion=False,
-    )
+
+    def plan() -> Plan:
+        strides = (*out.stride()[:2], *weighed.stride()[:2])
+        return Plan(
+            (num_tokens, cdiv(num_heads, BLOCK_HEADS)),
+            rank,
+            num_heads,
+            *out.stride()[:2],
+            *lse_all.stride(),
+            local_lens.stride(0),
+            *weighed.stride()[:2],
+            N=num_ranks,
+            D=dim,
+            BASE_2=lse_base == "2",
+            ALIGN=common_alignment(out.element_size(), *strides),
+            BLOCK_H=BLOCK_HEADS,
+            BLOCK_D=next_power_of_2(dim),
+            num_warps=NUM_WARPS,
+            # The same roundings in every kernel that merges: contracted or not, a*b + c differs.
+            enable_fp_fusion=False,
+        )
+
+    _launches(weigh_partial_kernel, (out, lse_all, local_lens, weighed), (rank, lse_base), plan)
     return weighed
 
 

@@ -26,6 +26,7 @@ import triton.language as tl
 
 from sglang_dcp.kernels.dispatch import INTERPRETED, common_alignment, next_power_of_2
 from sglang_dcp.kernels.exchange_rows import load_own, merge_rows, push_rows
+from sglang_dcp.kernels.launch import Plan
 from sglang_dcp.kernels.lse_merge import LseBase
 from sglang_dcp.kernels.peer_signal import (
     FLAG_WORDS,
@@ -264,7 +265,7 @@ def nvlink_exchange(
         o_table: int64 [N], address of each rank's o region, multiples of 16.
         lse_table: int64 [N], address of each rank's lse region.
         row_capacity: M, rows of the regions, at least B*Hl and at least 4, a multiple of 4.
-        state: flags and counters of this kernel.
+        state: flags and counters of this kernel; always with the same tables.
         tiling: the same on all ranks.
         merged_lse: [B, Hl] float32, contiguous, written if given: LSE over all stripes in base
             lse_base, -inf where every stripe is empty.
@@ -280,45 +281,50 @@ def nvlink_exchange(
     num_rows = num_tokens * local_heads
     assert 0 < num_rows <= row_capacity, (num_rows, row_capacity)
     assert 1 <= tiling.slices <= MAX_SLICES, tiling
-    nvlink_exchange_kernel[(tiling.grid,)](
-        o,
-        lse,
-        local_lens,
-        merged,
-        merged if merged_lse is None else merged_lse,
-        o_table,
-        lse_table,
-        state.flags,
-        state.counters,
-        state.limit_ns,
-        state.report,
-        state.rank,
-        num_rows,
-        row_capacity,
-        state.num_lanes,
-        *o.stride()[:2],
-        *lse.stride(),
-        local_lens.stride(0),
-        HL=local_heads,
-        N=num_ranks,
-        PEERS=next_power_of_2(num_ranks - 1),
-        D=dim,
-        BASE_2=lse_base == "2",
-        STORE_LSE=merged_lse is not None,
-        ALIGN=common_alignment(o.element_size(), *o.stride()[:2]),
-        ROW_ALIGN=common_alignment(o.element_size(), dim),
-        ROWS=tiling.block,
-        BLOCK_D=next_power_of_2(dim),
-        SLICES=tiling.slices,
-        FLAG_SLICES=MAX_SLICES,
-        WORDS=FLAG_WORDS,
-        REFRESH=state.refresh_epochs,
-        BLOCK_LANES=next_power_of_2(state.num_lanes),
-        JITTER_US=state.jitter_us,
-        INTERPRETED=INTERPRETED,
-        num_warps=tiling.num_warps,
-        # The same roundings in every kernel that merges: contracted or not, a*b + c differs.
-        enable_fp_fusion=False,
-        maxnreg=MAX_REGISTERS,
+
+    def plan() -> Plan:
+        return Plan(
+            (tiling.grid,),
+            o_table,
+            lse_table,
+            state.flags,
+            state.counters,
+            state.limit_ns,
+            state.report,
+            state.rank,
+            num_rows,
+            row_capacity,
+            state.num_lanes,
+            *o.stride()[:2],
+            *lse.stride(),
+            local_lens.stride(0),
+            HL=local_heads,
+            N=num_ranks,
+            PEERS=next_power_of_2(num_ranks - 1),
+            D=dim,
+            BASE_2=lse_base == "2",
+            STORE_LSE=merged_lse is not None,
+            ALIGN=common_alignment(o.element_size(), *o.stride()[:2]),
+            ROW_ALIGN=common_alignment(o.element_size(), dim),
+            ROWS=tiling.block,
+            BLOCK_D=next_power_of_2(dim),
+            SLICES=tiling.slices,
+            FLAG_SLICES=MAX_SLICES,
+            WORDS=FLAG_WORDS,
+            REFRESH=state.refresh_epochs,
+            BLOCK_LANES=next_power_of_2(state.num_lanes),
+            JITTER_US=state.jitter_us,
+            INTERPRETED=INTERPRETED,
+            num_warps=tiling.num_warps,
+            # The same roundings in every kernel that merges: contracted or not, a*b + c differs.
+            enable_fp_fusion=False,
+            maxnreg=MAX_REGISTERS,
+        )
+
+    state.launches(
+        nvlink_exchange_kernel,
+        (o, lse, local_lens, merged, merged if merged_lse is None else merged_lse),
+        (lse_base, merged_lse is None, row_capacity, tiling),
+        plan,
     )
     return merged

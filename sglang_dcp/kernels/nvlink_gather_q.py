@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from sglang_dcp.kernels.dispatch import INTERPRETED, common_alignment, next_power_of_2
+from sglang_dcp.kernels.launch import Plan
 from sglang_dcp.kernels.peer_signal import (
     FLAG_WORDS,
     MAX_REGISTERS,
@@ -134,7 +135,7 @@ def nvlink_gather_q(
         q_pe: [B, Hl, R] of the same dtype, last dim contiguous, other strides free.
         q_table: int64 [N], address of each rank's gathered buffer, multiples of 16; it holds
             [B, H, D+R] afterwards, contiguous, heads of rank n at [n*Hl, (n+1)*Hl).
-        state: flags and counters of this kernel.
+        state: flags and counters of this kernel; always with the same table.
         tiling: the same on all ranks, slices 1.
 
     All ranks must launch with the same B, and B must not be 0.
@@ -142,30 +143,33 @@ def nvlink_gather_q(
     check_gather(q_nope, q_pe, state, tiling)
     num_tokens, local_heads, nope_dim = q_nope.shape
     pe_dim = q_pe.shape[2]
-    strides = (*q_nope.stride()[:2], *q_pe.stride()[:2])
-    nvlink_gather_q_kernel[(tiling.grid,)](
-        q_nope,
-        q_pe,
-        q_table,
-        state.flags,
-        state.counters,
-        state.limit_ns,
-        state.report,
-        state.rank,
-        num_tokens * local_heads,
-        state.num_lanes,
-        *strides,
-        HL=local_heads,
-        N=state.num_ranks,
-        NOPE_DIM=nope_dim,
-        PE_DIM=pe_dim,
-        VEC=common_alignment(q_nope.element_size(), nope_dim, pe_dim, *strides),
-        BLOCK=tiling.block,
-        WORDS=FLAG_WORDS,
-        REFRESH=state.refresh_epochs,
-        BLOCK_LANES=next_power_of_2(state.num_lanes),
-        JITTER_US=state.jitter_us,
-        INTERPRETED=INTERPRETED,
-        num_warps=tiling.num_warps,
-        maxnreg=MAX_REGISTERS,
-    )
+
+    def plan() -> Plan:
+        strides = (*q_nope.stride()[:2], *q_pe.stride()[:2])
+        return Plan(
+            (tiling.grid,),
+            q_table,
+            state.flags,
+            state.counters,
+            state.limit_ns,
+            state.report,
+            state.rank,
+            num_tokens * local_heads,
+            state.num_lanes,
+            *strides,
+            HL=local_heads,
+            N=state.num_ranks,
+            NOPE_DIM=nope_dim,
+            PE_DIM=pe_dim,
+            VEC=common_alignment(q_nope.element_size(), nope_dim, pe_dim, *strides),
+            BLOCK=tiling.block,
+            WORDS=FLAG_WORDS,
+            REFRESH=state.refresh_epochs,
+            BLOCK_LANES=next_power_of_2(state.num_lanes),
+            JITTER_US=state.jitter_us,
+            INTERPRETED=INTERPRETED,
+            num_warps=tiling.num_warps,
+            maxnreg=MAX_REGISTERS,
+        )
+
+    state.launches(nvlink_gather_q_kernel, (q_nope, q_pe), tiling, plan)

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from sglang_dcp.kernels.dispatch import cdiv, common_alignment, next_power_of_2, use_triton
+from sglang_dcp.kernels.launch import Launches, Plan
 
 BLOCK_HEADS = 2
 NUM_WARPS = 4
@@ -105,6 +106,9 @@ def pack_partials_kernel(
     tl.store(send_lse_ptr + rank * stride_sl + row, lse, mask=in_heads)
 
 
+_launches = Launches()
+
+
 def pack_partials(o: torch.Tensor, lse: torch.Tensor, send: torch.Tensor) -> None:
     """Sort one rank's partials by head owner into the wire format, in one launch.
 
@@ -129,24 +133,25 @@ def pack_partials(o: torch.Tensor, lse: torch.Tensor, send: torch.Tensor) -> Non
         pack_partials_ref(o, lse, send)
         return
     send_o, send_lse = wire_views(send, num_ranks, num_tokens, local_heads, dim, o.dtype)
-    strides = (*o.stride()[:2], send_o.stride(0), dim)
-    pack_partials_kernel[(num_tokens, cdiv(num_heads, BLOCK_HEADS))](
-        o,
-        lse,
-        send_o,
-        send_lse,
-        num_heads,
-        local_heads,
-        *o.stride()[:2],
-        *lse.stride(),
-        send_o.stride(0),
-        send_lse.stride(0),
-        D=dim,
-        ALIGN=common_alignment(o.element_size(), *strides),
-        BLOCK_H=BLOCK_HEADS,
-        BLOCK_D=next_power_of_2(dim),
-        num_warps=NUM_WARPS,
-    )
+
+    def plan() -> Plan:
+        strides = (*o.stride()[:2], send_o.stride(0), dim)
+        return Plan(
+            (num_tokens, cdiv(num_heads, BLOCK_HEADS)),
+            num_heads,
+            local_heads,
+            *o.stride()[:2],
+            *lse.stride(),
+            send_o.stride(0),
+            send_lse.stride(0),
+            D=dim,
+            ALIGN=common_alignment(o.element_size(), *strides),
+            BLOCK_H=BLOCK_HEADS,
+            BLOCK_D=next_power_of_2(dim),
+            num_warps=NUM_WARPS,
+        )
+
+    _launches(pack_partials_kernel, (o, lse, send_o, send_lse), (), plan)
 
 
 def pack_partials_ref(o: torch.Tensor, lse: torch.Tensor, send: torch.Tensor) -> None:

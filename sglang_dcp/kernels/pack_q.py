@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from sglang_dcp.kernels.dispatch import cdiv, common_alignment, next_power_of_2, use_triton
+from sglang_dcp.kernels.launch import Launches, Plan
 
 BLOCK_ROWS = 2
 
@@ -58,6 +59,9 @@ def pack_q_kernel(
     tl.store(dst + NOPE_DIM + d, tl.load(pe_ptr + src[:, None] + d, mask=mask), mask=mask)
 
 
+_launches = Launches()
+
+
 def pack_q(q_nope: torch.Tensor, q_pe: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Write [q_nope | q_pe] heads first, in one launch.
 
@@ -85,22 +89,24 @@ def pack_q(q_nope: torch.Tensor, q_pe: torch.Tensor, out: torch.Tensor) -> torch
     if not use_triton(q_nope):
         return pack_q_ref(q_nope, q_pe, out)
     num_rows = local_heads * num_tokens
-    strides = (*q_nope.stride()[:2], *q_pe.stride()[:2])
-    pack_q_kernel[(cdiv(num_rows, BLOCK_ROWS),)](
-        q_nope,
-        q_pe,
-        out,
-        num_rows,
-        num_tokens,
-        *q_nope.stride()[:2],
-        *q_pe.stride()[:2],
-        NOPE_DIM=nope_dim,
-        PE_DIM=pe_dim,
-        ALIGN=common_alignment(q_nope.element_size(), *strides),
-        BLOCK_NOPE=next_power_of_2(nope_dim),
-        BLOCK_PE=next_power_of_2(pe_dim),
-        BLOCK_ROWS=BLOCK_ROWS,
-    )
+
+    def plan() -> Plan:
+        strides = (*q_nope.stride()[:2], *q_pe.stride()[:2])
+        return Plan(
+            (cdiv(num_rows, BLOCK_ROWS),),
+            num_rows,
+            num_tokens,
+            *q_nope.stride()[:2],
+            *q_pe.stride()[:2],
+            NOPE_DIM=nope_dim,
+            PE_DIM=pe_dim,
+            ALIGN=common_alignment(q_nope.element_size(), *strides),
+            BLOCK_NOPE=next_power_of_2(nope_dim),
+            BLOCK_PE=next_power_of_2(pe_dim),
+            BLOCK_ROWS=BLOCK_ROWS,
+        )
+
+    _launches(pack_q_kernel, (q_nope, q_pe, out), (), plan)
     return out
 
 

@@ -53,12 +53,15 @@ barrier, that before all loads of the program. A volatile load would not acquire
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
+
+from sglang_dcp.kernels.launch import Launches
 
 # int32 words of one flag row: a lane's flags of up to 8 sources share one 32-byte sector.
 FLAG_WORDS = 8
@@ -94,6 +97,7 @@ class PeerState:
         refresh_epochs: launches between two refreshes of the flags of unused lanes, the same on
             all ranks.
         jitter_us: for tests, programs pause for up to this long before push, signal and read.
+        launches: of this kernel; a copy with other fields begins with none.
     """
 
     rank: int
@@ -104,6 +108,7 @@ class PeerState:
     report: torch.Tensor
     refresh_epochs: int = REFRESH_EPOCHS
     jitter_us: int = 0
+    launches: Launches = field(default_factory=Launches, init=False, repr=False, compare=False)
 
     @property
     def num_lanes(self) -> int:
@@ -111,8 +116,7 @@ class PeerState:
         return self.counters.numel()
 
 
-@dataclass(frozen=True)
-class Tiling:
+class Tiling(NamedTuple):
     """How a kernel divides its rows; equal on all ranks for equal batches (rule 1).
 
     Attributes:

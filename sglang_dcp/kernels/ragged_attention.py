@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from sglang_dcp.kernels.dispatch import cdiv, next_power_of_2
+from sglang_dcp.kernels.launch import Launches, Plan
 
 LN_2 = tl.constexpr(math.log(2))
 #: Widest key for which a tile of 128 rows fits a multiprocessor's registers.
@@ -159,6 +160,9 @@ def ragged_attention_kernel(
     tl.store(lse_ptr + o_row, lse, mask=in_rows)
 
 
+_launches = Launches()
+
+
 def ragged_attention(
     q_nope: torch.Tensor,
     q_pe: torch.Tensor,
@@ -203,34 +207,36 @@ def ragged_attention(
         k.shape[1],
         queries.indptr.shape[0] - 1,
     )
-    ragged_attention_kernel[grid](
-        q_nope,
-        q_pe,
-        k,
-        v,
-        o,
-        lse,
-        queries.indptr,
-        keys,
-        scale / math.log(2),
-        num_heads,
-        *q_nope.stride()[:2],
-        *q_pe.stride()[:2],
-        *k.stride()[:2],
-        *v.stride()[:2],
-        GROUP=group,
-        NOPE=nope,
-        PE=pe,
-        DV=dv,
-        CAUSAL=causal,
-        PRECISION="ieee" if q_nope.dtype == torch.float32 else "tf32",
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_NOPE=max(16, next_power_of_2(nope)),
-        BLOCK_PE=max(16, next_power_of_2(pe)),
-        BLOCK_DV=max(16, next_power_of_2(dv)),
-        num_warps=8,
-        num_stages=_num_stages(q_nope.device),
+
+    def plan() -> Plan:
+        return Plan(
+            grid,
+            scale / math.log(2),
+            num_heads,
+            *q_nope.stride()[:2],
+            *q_pe.stride()[:2],
+            *k.stride()[:2],
+            *v.stride()[:2],
+            GROUP=group,
+            NOPE=nope,
+            PE=pe,
+            DV=dv,
+            CAUSAL=causal,
+            PRECISION="ieee" if q_nope.dtype == torch.float32 else "tf32",
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            BLOCK_NOPE=max(16, next_power_of_2(nope)),
+            BLOCK_PE=max(16, next_power_of_2(pe)),
+            BLOCK_DV=max(16, next_power_of_2(dv)),
+            num_warps=8,
+            num_stages=_num_stages(q_nope.device),
+        )
+
+    _launches(
+        ragged_attention_kernel,
+        (q_nope, q_pe, k, v, o, lse, queries.indptr, keys),
+        (queries.longest, scale, causal),
+        plan,
     )
     return o, lse
 

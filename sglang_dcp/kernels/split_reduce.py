@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from sglang_dcp.kernels.dispatch import next_power_of_2
+from sglang_dcp.kernels.launch import Launches, Plan
 
 #: SGLang rounds the tokens of a split up to this many (triton_ops/decode_attention.py).
 MIN_BLOCK_KV = 32
@@ -63,6 +64,9 @@ def reduce_splits_kernel(
     tl.store(lse_ptr + row, running_max + tl.log(total))
 
 
+_launches = Launches()
+
+
 def reduce_splits(
     partials: torch.Tensor,
     partial_lse: torch.Tensor,
@@ -87,23 +91,24 @@ def reduce_splits(
     num_heads, head_dim = partials.shape[1], partials.shape[3]
     o = torch.empty((num_tokens, num_heads, head_dim), dtype=dtype, device=partials.device)
     lse = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=partials.device)
-    reduce_splits_kernel[(num_tokens, num_heads)](
-        partials,
-        partial_lse,
-        kv_indptr,
-        num_kv_splits,
-        o,
-        lse,
-        partials.stride(0),
-        partials.stride(1),
-        partials.stride(2),
-        partial_lse.stride(0),
-        partial_lse.stride(1),
-        num_heads,
-        D=head_dim,
-        BLOCK_D=next_power_of_2(head_dim),
-        MIN_BLOCK=MIN_BLOCK_KV,
-        num_warps=4,
+
+    def plan() -> Plan:
+        return Plan(
+            (num_tokens, num_heads),
+            partials.stride(0),
+            partials.stride(1),
+            partials.stride(2),
+            partial_lse.stride(0),
+            partial_lse.stride(1),
+            num_heads,
+            D=head_dim,
+            BLOCK_D=next_power_of_2(head_dim),
+            MIN_BLOCK=MIN_BLOCK_KV,
+            num_warps=4,
+        )
+
+    _launches(
+        reduce_splits_kernel, (partials, partial_lse, kv_indptr, num_kv_splits, o, lse), (), plan
     )
     return o, lse
 

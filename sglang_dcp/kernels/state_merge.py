@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from sglang_dcp.kernels.dispatch import cdiv, common_alignment, next_power_of_2, use_triton
+from sglang_dcp.kernels.launch import Launches, Plan
 from sglang_dcp.kernels.lse_merge import (
     BLOCK_HEADS,
     NUM_WARPS,
@@ -100,6 +101,9 @@ def merge_state_into_kernel(
         tl.store(lse_ptr + row * stride_lb + h * stride_lh, merged_lse, mask=in_heads)
 
 
+_launches = Launches()
+
+
 def merge_state_into(
     o: torch.Tensor,
     lse: torch.Tensor,
@@ -143,29 +147,34 @@ def merge_state_into(
         return merge_state_into_ref(
             o, lse, lse_base, part, part_lse, part_base, rows, update_lse=update_lse
         )
-    strides = (*o.stride()[:2], *part.stride()[:2])
-    merge_state_into_kernel[(num_rows, cdiv(num_heads, BLOCK_HEADS))](
-        o,
-        lse,
-        part,
-        part_lse,
-        part if rows is None else rows,
-        num_heads,
-        *o.stride()[:2],
-        *lse.stride(),
-        *part.stride()[:2],
-        *part_lse.stride(),
-        D=dim,
-        BASE_2=lse_base == "2",
-        PART_BASE_2=part_base == "2",
-        HAS_ROWS=rows is not None,
-        UPDATE_LSE=update_lse,
-        ALIGN=common_alignment(min(o.element_size(), part.element_size()), *strides),
-        BLOCK_H=BLOCK_HEADS,
-        BLOCK_D=next_power_of_2(dim),
-        num_warps=NUM_WARPS,
-        # Contracted with the change of base, lse - max of the larger one would not be exactly 0.
-        enable_fp_fusion=False,
+
+    def plan() -> Plan:
+        strides = (*o.stride()[:2], *part.stride()[:2])
+        return Plan(
+            (num_rows, cdiv(num_heads, BLOCK_HEADS)),
+            num_heads,
+            *o.stride()[:2],
+            *lse.stride(),
+            *part.stride()[:2],
+            *part_lse.stride(),
+            D=dim,
+            BASE_2=lse_base == "2",
+            PART_BASE_2=part_base == "2",
+            HAS_ROWS=rows is not None,
+            UPDATE_LSE=update_lse,
+            ALIGN=common_alignment(min(o.element_size(), part.element_size()), *strides),
+            BLOCK_H=BLOCK_HEADS,
+            BLOCK_D=next_power_of_2(dim),
+            num_warps=NUM_WARPS,
+            # Contracted with the change of base, lse - max of the larger would not be exactly 0.
+            enable_fp_fusion=False,
+        )
+
+    _launches(
+        merge_state_into_kernel,
+        (o, lse, part, part_lse, part if rows is None else rows),
+        (lse_base, part_base, rows is None, update_lse),
+        plan,
     )
     return o
 
