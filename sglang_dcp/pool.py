@@ -73,10 +73,9 @@ class DcpMLATokenToKVPool(MLATokenToKVPool):
         counters.count("kv_gather")
         rows = self._rows(layer_id)
         if self._prefix_reader is None:
-            row_bytes = rows.shape[1] * rows.element_size()
             transport = state.get_state().comm.transport
             most_tokens = forward_batch.get_max_chunk_capacity()
-            self._prefix_reader = PrefixReader(transport, most_tokens, row_bytes, rows.device)
+            self._prefix_reader = PrefixReader(transport, most_tokens, rows)
         plans, index = forward_batch.dcp_gather_plans, forward_batch.prefix_chunk_idx
         nope, rope = self._prefix_reader.read(rows, plans, index, self.kv_lora_rank, dtype)
         return nope, rope.unsqueeze(1)

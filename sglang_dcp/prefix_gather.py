@@ -17,6 +17,8 @@ from itertools import accumulate
 import torch
 
 from sglang_dcp.comm.transport import Transport
+from sglang_dcp.kernels.row_order import order_rows
+from sglang_dcp.kernels.row_pick import pick_rows
 
 
 @dataclass(frozen=True)
@@ -93,54 +95,31 @@ class GatherPlan:
         """Gather the chunk from `rows` [C + P, W] of every rank, as bytes whatever the dtype.
 
         Args:
-            rows: this rank's rows, contiguous.
+            rows: this rank's rows.
             transport: collectives of the group.
-            send: [>= N * W * element size] uint8 scratch; allocated if None.
-            out: [>= c * N * W * element size] uint8 for the result; allocated if None.
+            send: [N, W] of rows' dtype, scratch; allocated if None.
+            out: [c, N, W] of rows' dtype for the result; allocated if None.
 
         Returns:
-            [c, N, W] of rows' dtype, in rank order.
+            out, in rank order.
         """
-        num_rows, row_bytes = self.send_rows.shape[0], rows.shape[1] * rows.element_size()
-        num_bytes = num_rows * row_bytes
-        send = _bytes_like(rows, num_bytes) if send is None else send[:num_bytes]
-        total_bytes = self.dcp_size * num_bytes
-        out = _bytes_like(rows, total_bytes) if out is None else out[:total_bytes]
-        words = _as_words(rows)
-        own = send.view(words.dtype).view(num_rows, words.shape[1])
-        torch.index_select(words, 0, self.send_rows, out=own)
-        transport.all_gather(out, send)
-        return out.view(rows.dtype).view(self.dcp_size, num_rows, rows.shape[1])
+        shape = self.send_rows.shape[0], rows.shape[1]
+        send = rows.new_empty(shape) if send is None else send
+        out = rows.new_empty((self.dcp_size, *shape)) if out is None else out
+        pick_rows(rows, self.send_rows, send)
+        transport.all_gather(out.view(torch.uint8), send.view(torch.uint8))
+        return out
 
     def in_order(
         self, gathered: torch.Tensor, kv_lora_rank: int, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of `gathered` [c, N, W] in token order: nope [T, 512] and rope [T, 64]."""
-        parts = gathered[..., :kv_lora_rank], gathered[..., kv_lora_rank:]
-        nope, rope = (self._ordered(_as_words(part)).view(part.dtype).to(dtype) for part in parts)
+        dcp_size, num_groups, width = gathered.shape
+        num_tokens = dcp_size * num_groups if self.source is None else self.source.shape[0]
+        nope = gathered.new_empty((num_tokens, kv_lora_rank), dtype=dtype)
+        rope = gathered.new_empty((num_tokens, width - kv_lora_rank), dtype=dtype)
+        order_rows(gathered, self.source, nope, rope)
         return nope, rope
-
-    def _ordered(self, part: torch.Tensor) -> torch.Tensor:
-        """[T, n], a copy of `part` [c, N, n]."""
-        if self.source is not None:
-            return part.flatten(0, 1).index_select(0, self.source)
-        out = part.new_empty((part.shape[1], self.dcp_size, part.shape[2]))
-        return out.copy_(part.transpose(0, 1)).flatten(0, 1)
-
-
-def _bytes_like(rows: torch.Tensor, num_bytes: int) -> torch.Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8, device=rows.device)
-
-
-def _as_words(t: torch.Tensor) -> torch.Tensor:
-    """`t` [..., n], last dim contiguous, as the widest integers that its rows consist of.
-
-    Copies then move 8 bytes an element, in dtypes that torch can copy and index.
-    """
-    spans = [t.shape[-1], t.storage_offset(), *t.stride()[:-1]]
-    num_bytes = [span * t.element_size() for span in spans]
-    words = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
-    return t.view(next(word for size, word in words if not any(n % size for n in num_bytes)))
 
 
 def make_gather_plans(

@@ -5,9 +5,10 @@ differ between ranks: each waits for its peers while it holds the GPU, and two r
 them in different orders wait for each other for ever. Here they are chained by events, so that
 there is one order, the same on all ranks:
 
-* a gather starts on the side stream only after all that the current stream had been given before
-  (`wait_stream`): every earlier collective of SGLang's or ours, on that stream, has ended;
-* gathers follow each other on the one side stream;
+* the first gather of a layer is on the current stream, where nothing could run beside it;
+* the others are on the side stream, one after another, and each starts only after all that the
+  current stream had been given before (`wait_stream`): every earlier collective of SGLang's or
+  ours, on that stream, has ended;
 * the current stream takes a chunk only after its gather has ended (`wait_stream`), and a gather is
   started ahead only for a chunk that the same layer goes on to take, so the current stream reaches
   the layer's next collective (all-reduce after o_proj) only after the last gather has ended;
@@ -27,6 +28,7 @@ from collections.abc import Sequence
 
 import torch
 
+from sglang_dcp.comm.buffers import Scratch
 from sglang_dcp.comm.transport import Transport
 from sglang_dcp.prefix_gather import GatherPlan
 
@@ -37,25 +39,22 @@ class PrefixReader:
     Args:
         transport: collectives of the DCP group.
         max_tokens: most tokens, in whole groups of c, of a chunk.
-        row_bytes: bytes of a latent row.
-        device: of the pool.
+        like: latent rows of the pool, for their width, dtype and device.
     """
 
-    def __init__(
-        self, transport: Transport, max_tokens: int, row_bytes: int, device: torch.device | str
-    ) -> None:
+    def __init__(self, transport: Transport, max_tokens: int, like: torch.Tensor) -> None:
         self._transport = transport
-        self._device = torch.device(device)
-        send_bytes = max_tokens // transport.size * row_bytes
-        self._send = torch.empty(send_bytes, dtype=torch.uint8, device=device)
-        self._gathered = torch.empty(send_bytes * transport.size, dtype=torch.uint8, device=device)
-        self._side = torch.cuda.Stream(device) if self._device.type == "cuda" else None
+        self._device = like.device
+        num_elements = max_tokens // transport.size * like.shape[1]
+        self._send = Scratch(like.new_empty(num_elements))
+        self._gathered = Scratch(like.new_empty(num_elements * transport.size))
+        self._side = torch.cuda.Stream(like.device) if self._device.type == "cuda" else None
         self._ahead: tuple[GatherPlan, torch.Tensor] | None = None
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the static buffers."""
-        return self._send.nbytes + self._gathered.nbytes
+        return self._send.num_bytes + self._gathered.num_bytes
 
     def read(
         self,
@@ -86,19 +85,25 @@ class PrefixReader:
             assert ahead is not None
             assert ahead[0] is plans[index], f"chunk {index} was asked for out of order"
             gathered = ahead[1]
-        self._finish()
+            self._finish()
         result = plans[index].in_order(gathered, kv_lora_rank, dtype)
         if index + 1 < len(plans):
-            self._ahead = plans[index + 1], self._gather(rows, plans[index + 1])
+            self._ahead = plans[index + 1], self._gather_ahead(rows, plans[index + 1])
         return result
 
     def _gather(self, rows: torch.Tensor, plan: GatherPlan) -> torch.Tensor:
-        """Enqueue a gather into the buffer, behind everything that was enqueued so far."""
+        """Enqueue a gather into the buffer on the current stream."""
+        shape = plan.send_rows.shape[0], rows.shape[1]
+        send, out = self._send.take(*shape), self._gathered.take(plan.dcp_size, *shape)
+        return plan.gather(rows, self._transport, send, out)
+
+    def _gather_ahead(self, rows: torch.Tensor, plan: GatherPlan) -> torch.Tensor:
+        """The same on the side stream, behind everything that was enqueued so far."""
         if self._side is None:
-            return plan.gather(rows, self._transport, self._send, self._gathered)
+            return self._gather(rows, plan)
         self._side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._side):
-            return plan.gather(rows, self._transport, self._send, self._gathered)
+            return self._gather(rows, plan)
 
     def _finish(self) -> None:
         """Let the current stream wait for the last gather."""

@@ -27,6 +27,7 @@ LINE_MEETING = {k: v for k, v in MEETING.items() if k not in ("WORDS", "REFRESH"
 RAGGED = dict.fromkeys(("q_nope", "q_pe", "k", "v", "o"), "bf16") | {"lse": "fp32"}
 RAGGED |= {"q_indptr": "i32", "kv_indptr": "i32"}
 RAGGED_DIMS = {"PE": 64, "BLOCK_PE": 64, "PRECISION": "tf32"}
+ORDER = {"C": 8, "D": 512, "R": 64, "BLOCK_D": 512, "BLOCK_R": 64, "BLOCK_TOKENS": 8}
 # module, kernel, pointer types, constants, arguments known to be multiples of 16
 CASES = {
     "merge_e": (
@@ -123,6 +124,26 @@ CASES = {
         {"DCP_SIZE": 8, "NOPE_DIM": 512, "ROPE_DIM": 64}
         | {"BLOCK_NOPE": 512, "BLOCK_ROPE": 64, "BLOCK_TOKENS": 4},
     ),
+    "pick_rows": (
+        "row_pick.pick_rows_kernel",
+        {"rows": "bf16", "index": "i32", "out": "bf16"},
+        {"W": 576, "BLOCK_W": 1024, "BLOCK_ROWS": 8},
+    ),
+    "order_rows": (
+        "row_order.order_rows_kernel",
+        {"gathered": "bf16", "source": "bf16", "nope": "bf16", "rope": "bf16"},
+        ORDER | {"HAS_SOURCE": False},
+    ),
+    "order_rows_by_source": (
+        "row_order.order_rows_kernel",
+        {"gathered": "bf16", "source": "i64", "nope": "bf16", "rope": "bf16"},
+        ORDER | {"HAS_SOURCE": True},
+    ),
+    "concat_keys": (
+        "key_concat.concat_keys_kernel",
+        {"nope": "bf16", "rope": "bf16", "out": "bf16"},
+        {"H": 48, "D": 128, "R": 64, "BLOCK_D": 128, "BLOCK_R": 64, "BLOCK_ROWS": 16, "ALIGN": 8},
+    ),
     "local_lens": (
         "kv_index.fill_local_lens_kernel",
         {"seq_lens": "i64", "all": "i32", "kernel_lens": "i32"},
@@ -142,6 +163,7 @@ CASES = {
 }
 # kernels that move rows; the rest of their accesses are LSEs and lengths of 4 bytes
 ROW_MOVERS = ["merge_e", "merge_2", "merge_state", "weigh", "pack"]
+ROW_MOVERS += ["pick_rows", "order_rows", "order_rows_by_source", "concat_keys"]
 MEETING_KERNELS = ["nvlink_exchange", "nvlink_gather_q", "line_exchange", "line_gather_q"]
 ROW_MOVERS += MEETING_KERNELS
 MEMORY_OPS = r"(?:ld|st)\.(?:volatile\.)?global[\w.:]*|atom\.[\w.]*|bar\.sync|fence[\w.]*|trap"
@@ -171,7 +193,9 @@ def compile_all() -> dict[str, dict[str, list[str]]]:
             constants, "constexpr"
         )
         types["scale_log2"] = "fp32"
-        fixed = [a for a in args if a.endswith("_ptr") or a in ("stride_kv", "stride_nope")]
+        fixed = [
+            a for a in args if a.endswith("_ptr") or a in ("stride_kv", "stride_nope", "stride_row")
+        ]
         source = ASTSource(
             fn=fn,
             signature={a: types.get(a, I32) for a in args},

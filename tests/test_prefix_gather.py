@@ -178,7 +178,7 @@ def read_layers(group, chunks, num_layers, max_tokens, rank, transport):
     """All chunks of several layers through one reader; layer l holds rows + l."""
     slots = packed(group.slots[rank], chunks)
     plans = make_gather_plans(slots, chunks, group.dcp_size)
-    reader = PrefixReader(transport, max_tokens, ROW_BYTES, "cpu")
+    reader = PrefixReader(transport, max_tokens, group.rows[rank])
     results = []
     for layer in range(num_layers):
         rows = group.rows[rank] + layer
@@ -210,11 +210,11 @@ def test_reader_gathers_one_ahead_and_not_across_layers():
         rank, size = 0, 2
 
         def all_gather(self, out, inp):
-            sent.append(inp.shape[0] // ROW_BYTES)
+            sent.append(inp.numel() // ROW_BYTES)
             out.zero_()
 
     plans = make_gather_plans(packed(group.slots[0], chunks), chunks, 2)
-    reader = PrefixReader(Counting(), 8, ROW_BYTES, "cpu")
+    reader = PrefixReader(Counting(), 8, group.rows[0])
 
     def read(index):
         reader.read(group.rows[0], plans, index, NOPE, torch.float32)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from sglang_dcp.kernels.key_concat import concat_keys
 from sglang_dcp.kernels.lse_merge import LseBase
 from sglang_dcp.kernels.state_merge import merge_state_into
 
@@ -54,7 +55,7 @@ def attend_prefix_chunks(
         kv = attn.kv_b_proj(latent)[0].view(-1, attn.num_local_heads, nope + v)
         del latent
         values = kv[..., nope:]
-        keys = attn._concat_and_cast_mha_k(kv[..., :nope], k_rope, forward_batch)
+        keys = concat_keys(kv[..., :nope], k_rope)
         part, part_lse = attn.attn_mha(q, keys, values, forward_batch, save_kv_cache=False)
         del kv, values, keys, k_rope
         merge_state_into(out, lse, lse_base, part, part_lse, lse_base, update_lse=True)

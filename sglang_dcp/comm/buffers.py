@@ -6,6 +6,9 @@ import math
 
 import torch
 
+#: Shapes that are kept: prefill may bring a new one with every batch.
+MAX_VIEWS = 1024
+
 
 class Scratch:
     """One flat buffer, allocated once; views of it are what CUDA graphs capture.
@@ -21,7 +24,7 @@ class Scratch:
 
     def __init__(self, flat: torch.Tensor) -> None:
         self._flat = flat
-        # of as many shapes as there are batch sizes; two views cost the host microseconds a layer
+        # two views cost the host microseconds, in every layer
         self._views: dict[tuple[int, ...], torch.Tensor] = {}
 
     @property
@@ -36,6 +39,8 @@ class Scratch:
             return view
         num_elements = math.prod(shape)
         if num_elements <= self._flat.numel():
+            if len(self._views) >= MAX_VIEWS:
+                self._views.clear()
             view = self._views[shape] = self._flat[:num_elements].view(shape)
             return view
         assert not (self._flat.is_cuda and torch.cuda.is_current_stream_capturing()), (
