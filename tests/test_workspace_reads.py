@@ -13,7 +13,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from sglang_dcp import prefix_gather
 from sglang_dcp.kernels import dispatch
+from sglang_dcp.kernels.key_concat import concat_keys_ref
+from sglang_dcp.kernels.row_order import order_rows_ref
+from sglang_dcp.kernels.row_pick import pick_rows_ref
 from sglang_dcp.kernels.state_merge import merge_state_into_ref
 from sglang_dcp.prefix_gather import make_gather_plans, pack_chunks
 from sglang_dcp.testing.compare import compare_results
@@ -82,6 +86,10 @@ def prefix_attention(plugin, monkeypatch):
         def __init__(self, watch):
             self.watch = watch
             monkeypatch.setattr(prefix_chunks, "merge_state_into", self.merge)
+            # the interpreter allocates, kernels do not
+            monkeypatch.setattr(prefix_chunks, "concat_keys", concat_keys_ref)
+            monkeypatch.setattr(prefix_gather, "pick_rows", pick_rows_ref)
+            monkeypatch.setattr(prefix_gather, "order_rows", order_rows_ref)
 
         def kv_b_proj(self, x):
             return torch.nn.functional.linear(x, up), None

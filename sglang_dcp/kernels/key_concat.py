@@ -62,11 +62,11 @@ def concat_keys(k_nope: torch.Tensor, k_rope: torch.Tensor) -> torch.Tensor:
     assert k_rope.shape[:2] == (num_tokens, 1), (k_nope.shape, k_rope.shape)
     assert k_nope.dtype == k_rope.dtype, (k_nope.dtype, k_rope.dtype)
     assert k_nope.stride(2) == k_rope.stride(2) == 1, (k_nope.stride(), k_rope.stride())
+    if not use_triton(k_nope):
+        return concat_keys_ref(k_nope, k_rope)
     out = k_nope.new_empty((num_tokens, num_heads, nope_dim + rope_dim))
     if num_tokens == 0:
         return out
-    if not use_triton(k_nope):
-        return concat_keys_ref(k_nope, k_rope)
 
     def plan() -> Plan:
         strides = (*k_nope.stride()[:2], k_rope.stride(0), nope_dim + rope_dim)

@@ -100,10 +100,16 @@ def order_rows(
 def order_rows_ref(
     gathered: torch.Tensor, source: torch.Tensor | None, nope: torch.Tensor, rope: torch.Tensor
 ) -> None:
-    """Torch reference of `order_rows`."""
-    # bytes, since torch indexes not every dtype
-    raw = gathered.view(torch.uint8)
-    ordered = raw.transpose(0, 1).flatten(0, 1) if source is None else raw.flatten(0, 1)[source]
-    parts = ordered.view(gathered.dtype).split([nope.shape[1], rope.shape[1]], dim=1)
-    for out, part in zip((nope, rope), parts, strict=True):
-        out.copy_(part)
+    """Torch reference of `order_rows`, without temporaries while dtypes are the same."""
+    at = 0
+    for out in (nope, rope):
+        part = gathered[..., at : at + out.shape[1]]
+        at += out.shape[1]
+        if source is None:
+            out.view(part.shape[1], part.shape[0], part.shape[2]).copy_(part.transpose(0, 1))
+        else:
+            raw = part.view(torch.uint8).flatten(0, 1)  # torch indexes not every dtype
+            if out.dtype == part.dtype:
+                torch.index_select(raw, 0, source, out=out.view(torch.uint8))
+            else:
+                out.copy_(raw[source].view(part.dtype))

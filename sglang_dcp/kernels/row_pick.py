@@ -75,5 +75,5 @@ def pick_rows(rows: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> tor
 
 def pick_rows_ref(rows: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Torch reference of `pick_rows`; as bytes, since torch indexes not every dtype."""
-    out.view(torch.uint8).copy_(rows.view(torch.uint8)[index])
+    torch.index_select(rows.view(torch.uint8), 0, index, out=out.view(torch.uint8))
     return out
