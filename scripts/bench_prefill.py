@@ -69,8 +69,9 @@ def command_of(config: Config, model: Path, args: argparse.Namespace) -> tuple[s
         *("--model-path", str(model), "--load-format", "dummy", "--skip-tokenizer-init"),
         *("--tp", str(args.tp), "--attention-backend", config.backend),
         *("--mem-fraction-static", str(args.mem_fraction_static), "--random-seed", "1"),
-        # A first token leaves when the next decode step is launched: that must be a graph's replay
-        *("--cuda-graph-max-bs-decode", "8", "--cuda-graph-backend-prefill", "disabled"),
+        # A first token leaves when the next decode step is launched: that must be a graph's replay.
+        # The largest graph sizes pass-Q's slices, here as by default.
+        *("--cuda-graph-bs-decode", "1", "256", "--cuda-graph-backend-prefill", "disabled"),
         *("--skip-server-warmup", "--grammar-backend", "none", *args.server_args),
     ]
     if config.dcp_size == 1:

@@ -38,6 +38,15 @@ VARIANTS: tuple[Variant, ...] = ("none", "pass_kv", "pass_q")
 MODES = ("auto", "pass-kv", "pass-q")
 _FORCED: dict[str, Variant] = {"pass-kv": "pass_kv", "pass-q": "pass_q"}
 
+#: The fields of PrefillRates that a host takes.
+HOST_TIMES = (
+    "layer_host_us",
+    "pass_q_layer_us",
+    "pass_q_slice_us",
+    "pass_kv_layer_us",
+    "pass_kv_chunk_us",
+)
+
 #: Query rows (token, head) that one block of an absorbed attention kernel holds.
 ROW_TILE = 64
 
@@ -63,16 +72,22 @@ class PrefillRates:
     gemm_flops_per_s: float = 650e12
     hbm_bytes_per_s: float = 4.3e12
     link_bytes_per_s: float = 383e9
-    layer_host_us: float = 4000.0
-    pass_q_layer_us: float = 650.0
-    pass_q_slice_us: float = 600.0
-    pass_kv_layer_us: float = 300.0
-    pass_kv_chunk_us: float = 600.0
+    layer_host_us: float = 1080.0
+    pass_q_layer_us: float = 85.0
+    pass_q_slice_us: float = 200.0
+    pass_kv_layer_us: float = 440.0
+    pass_kv_chunk_us: float = 420.0
     source: str = (
-        "two H200, 12 layers, 96 heads, FlashMLA, scripts/results/bench_prefill_tp2_dcp2.json: "
-        "attention from 1280 to 25600 new tokens on about 110000, host times from 8192 + 64 and "
-        "128000 + 64; HBM and peer copies measured; the GEMM rate is an estimate"
+        "H200, 12 layers, 96 heads, FlashMLA; attention from 1280 to 25600 new tokens on about "
+        "110000: scripts/results/bench_prefill_tp2_dcp2.json; host times: "
+        "scripts/results/prefill_host_one_gpu.json; HBM and peer copies measured; the GEMM rate is "
+        "an estimate"
     )
+
+    def on_host(self, ratio: float) -> PrefillRates:
+        """The same GPU behind a host whose launches take `ratio` times as long."""
+        slower = {name: getattr(self, name) * ratio for name in HOST_TIMES}
+        return dataclasses.replace(self, **slower)
 
 
 def load_rates(path: str | Path) -> PrefillRates:

@@ -13,6 +13,7 @@ from support import clean_env
 from sglang_dcp.planner.crossover import mla_crossover_flops_only_tokens
 from sglang_dcp.planner.models import load_model
 from sglang_dcp.prefill_policy import (
+    HOST_TIMES,
     MODES,
     PrefillCosts,
     PrefillPolicy,
@@ -30,9 +31,7 @@ def costs(dcp_size=2, num_heads=96, slice_tokens=256, chunk_tokens=10240, **rate
     return PrefillCosts(MODEL, num_heads, dcp_size, slice_tokens, chunk_tokens, rates)
 
 
-HOST_US = ("layer_host_us", "pass_q_layer_us", "pass_q_slice_us", "pass_kv_layer_us",
-           "pass_kv_chunk_us")  # fmt: skip
-NO_HOST = dict.fromkeys(HOST_US, 1e-9)
+NO_HOST = dict.fromkeys(HOST_TIMES, 1e-9)
 
 FLOPS_ONLY = {
     **dict.fromkeys(("absorbed_flops_per_s", "mha_flops_per_s", "gemm_flops_per_s"), 1e12),
@@ -69,29 +68,42 @@ def test_hand_count_of_the_target_case():
 
 def test_launches_bound_short_work():
     """One slice, and a chunk for every 10240 tokens of prefix; then the GPU takes longer."""
-    assert costs().pass_q_us([64], [8192]) == 4000 + 650 + 600
-    assert costs(slice_tokens=16).pass_q_us([64], [8192]) == 4000 + 650 + 4 * 600
-    assert costs().pass_kv_us([64], [8192]) == 4000 + 300 + 600
-    assert costs().pass_kv_us([64], [128_000]) == 4000 + 300 + 13 * 600
+    assert costs().pass_q_us([64], [8192]) == 1080 + 85 + 200
+    assert costs(slice_tokens=16).pass_q_us([64], [8192]) == 1080 + 85 + 4 * 200
+    assert costs().pass_kv_us([64], [8192]) == 1080 + 440 + 420
+    assert costs().pass_kv_us([64], [128_000]) == 1080 + 440 + 13 * 420
     gpu = costs(**NO_HOST)
     assert costs().pass_q_us([1280], [126_720]) == gpu.pass_q_us([1280], [126_720])
     assert costs().pass_kv_us([4096], [128_000]) == gpu.pass_kv_us([4096], [128_000])
 
 
-# prefix, new, which was faster: scripts/results/bench_prefill_tp2_dcp2.json
+def test_a_slower_host_favours_fewer_launches():
+    """Half as fast, short work takes twice as long, and pass-Q is the better one for longer."""
+    slow = dataclasses.replace(costs(), rates=PrefillRates().on_host(2.0))
+    assert slow.pass_kv_us([64], [128_000]) == 2 * costs().pass_kv_us([64], [128_000])
+    assert slow.rates.absorbed_flops_per_s == PrefillRates().absorbed_flops_per_s
+    assert slow.crossover_tokens(128_000) > 1.5 * costs().crossover_tokens(128_000)
+    gpu_bound = [4096], [128_000]
+    assert slow.pass_q_us(*gpu_bound) == costs().pass_q_us(*gpu_bound)
+
+
+# prefix, new, which was faster where it was measured: on the host of 8192 and 32768 cached tokens
+# (scripts/results/prefill_host_one_gpu.json), on the GPUs with more
+# (scripts/results/bench_prefill_tp2_dcp2.json)
 @pytest.mark.parametrize(
     ("prefix", "new", "want"),
     [
-        (8192, 64, "pass_kv"),
+        (8192, 64, "pass_q"),
+        (8192, 512, "pass_q"),
         (32768, 64, "pass_q"),
-        *((128_000, new, "pass_q") for new in (1, 16, 64, 128, 256, 512)),
+        *((128_000, new, "pass_q") for new in (1, 16, 64, 128, 256)),
         (126_720, 1280, "pass_kv"),
         (121_600, 6400, "pass_kv"),
         (64_000, 64_000, "pass_kv"),
     ],
 )
 def test_choice_against_measured_times(prefix, new, want):
-    policy = PrefillPolicy("auto", costs(slice_tokens=64))
+    policy = PrefillPolicy("auto", costs(chunk_tokens=11904))
     assert policy.choose([new], [prefix]) == want
 
 
@@ -111,7 +123,7 @@ def test_requests_without_a_prefix_do_not_move():
     base = costs(**NO_HOST).pass_q_us([64], [128_000])
     both = costs(**NO_HOST).pass_q_us([64, 512], [128_000, 0])
     assert base < both < base + 60  # their causal part only
-    assert costs(slice_tokens=64).pass_q_us([64, 512], [1000, 0]) == 4000 + 650 + 600  # one slice
+    assert costs(slice_tokens=64).pass_q_us([64, 512], [1000, 0]) == 1080 + 85 + 200  # one slice
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -23,6 +23,7 @@ from sglang_dcp.comm import (
 from sglang_dcp.comm.shadow import Shadow
 from sglang_dcp.comm.symmetric import probe_peers
 from sglang_dcp.hooks.workspace import limit_pass_q, limit_prefix_chunks
+from sglang_dcp.host_speed import slowest_host_ratio
 from sglang_dcp.layout import dcp_groups
 from sglang_dcp.planner.models import shape_from_config
 from sglang_dcp.prefill_policy import PrefillCosts, PrefillPolicy, PrefillRates, load_rates
@@ -94,9 +95,20 @@ def check_shadow(comm_backend: str) -> None:
         )
 
 
-def _make_policy(server_args: Any, comm: Communicator) -> PrefillPolicy:
-    """The policy of --dcp-prefill, with the rates of this machine."""
+def _prefill_rates(server_args: Any, coordinator: Any, device: torch.device) -> PrefillRates:
+    """Of the file that names them, else an H200's behind this host; the same on all ranks."""
     path = envs.prefill_calibration()
+    if path is not None:
+        return load_rates(path)
+    if device.type != "cuda" or server_args.dcp_prefill != "auto":
+        return PrefillRates()
+    ratio = slowest_host_ratio(device, coordinator.cpu_group)
+    logger.info(f"DCP: launches take this host {ratio:.2f} times what they took the reference's.")
+    return PrefillRates().on_host(ratio)
+
+
+def _make_policy(server_args: Any, comm: Communicator, rates: PrefillRates) -> PrefillPolicy:
+    """The policy of --dcp-prefill."""
     config = server_args.get_model_config().hf_config.to_dict()
     limits = limit_pass_q(server_args, comm.max_tokens)
     costs = PrefillCosts(
@@ -105,12 +117,13 @@ def _make_policy(server_args: Any, comm: Communicator) -> PrefillPolicy:
         dcp_size=comm.dcp_size,
         slice_tokens=max(limits.slice_tokens, 1),
         chunk_tokens=sglang_envs.SGLANG_MAX_KV_CHUNK_CAPACITY.get(),  # fits the workspace by now
-        rates=PrefillRates() if path is None else load_rates(path),
+        rates=rates,
     )
     if server_args.dcp_prefill == "auto":
+        source = envs.prefill_calibration() or rates.source
         logger.info(
             f"DCP: prefill by pass-Q below about {costs.crossover_tokens(128_000)} new tokens on "
-            f"128000 cached ones, by pass-KV above (rates: {path or costs.rates.source})."
+            f"128000 cached ones, by pass-KV above (rates: {source})."
         )
     return PrefillPolicy(server_args.dcp_prefill, costs, limits)
 
@@ -130,6 +143,7 @@ def after_initialize_model_parallel(result: None, *args: Any, **kwargs: Any) -> 
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     comm, shadow = _make_communicator(server_args, coordinator, device)
     budget = limit_prefix_chunks(server_args)
+    rates = _prefill_rates(server_args, coordinator, device)
     state.set_state(
         state.DcpState(
             dcp_size=server_args.dcp_size,
@@ -140,7 +154,7 @@ def after_initialize_model_parallel(result: None, *args: Any, **kwargs: Any) -> 
             owns_coordinator=coordinator is not attn_tp,
             shadow=shadow,
             chunk_budget=budget,
-            prefill_policy=_make_policy(server_args, comm),
+            prefill_policy=_make_policy(server_args, comm, rates),
         )
     )
 
