@@ -45,7 +45,8 @@ class PrefixReader:
     def __init__(self, transport: Transport, max_tokens: int, like: torch.Tensor) -> None:
         self._transport = transport
         self._device = like.device
-        num_elements = max_tokens // transport.size * like.shape[1]
+        self._max_groups = max_tokens // transport.size
+        num_elements = self._max_groups * like.shape[1]
         self._send = Scratch(like.new_empty(num_elements))
         self._gathered = Scratch(like.new_empty(num_elements * transport.size))
         self._side = torch.cuda.Stream(like.device) if self._device.type == "cuda" else None
@@ -94,6 +95,7 @@ class PrefixReader:
     def _gather(self, rows: torch.Tensor, plan: GatherPlan) -> torch.Tensor:
         """Enqueue a gather into the buffer on the current stream."""
         shape = plan.send_rows.shape[0], rows.shape[1]
+        assert shape[0] <= self._max_groups, (shape, self._max_groups)  # no temporaries here
         send, out = self._send.take(*shape), self._gathered.take(plan.dcp_size, *shape)
         return plan.gather(rows, self._transport, send, out)
 

@@ -18,6 +18,25 @@ def test_all_ranks_reckon_with_the_slowest_host():
     assert run_ranks(3, ratio_on) == [pytest.approx(30.0)] * 3
 
 
+def test_the_shortest_run_counts(monkeypatch):
+    """Others on the host make runs longer, never shorter; each run ends before the next begins."""
+    clock, done, added = [0.0], [], []
+    runs = iter([5e-3, 2e-3, 9e-3] * 40)
+    monkeypatch.setattr(
+        host_speed.torch.cuda, "synchronize", lambda device: done.append(len(added))
+    )
+
+    def add(x, y):
+        added.append(x)
+        if len(added) % host_speed._LAUNCHES == 0:
+            clock[0] += next(runs)
+
+    monkeypatch.setattr(host_speed.torch, "add", add)
+    monkeypatch.setattr(host_speed.time, "perf_counter", lambda: clock[0])
+    assert host_speed.launch_us(torch.device("cpu")) == pytest.approx(2e3 / host_speed._LAUNCHES)
+    assert done == [n * host_speed._LAUNCHES for n in range(host_speed._RUNS + 1)]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_a_launch_takes_microseconds():

@@ -203,6 +203,15 @@ def test_reader_keeps_chunks_apart(dcp_size, max_tokens):
         assert reader.buffer_bytes == max_tokens * ROW_BYTES * (dcp_size + 1) // dcp_size
 
 
+def test_a_chunk_larger_than_the_buffers_is_refused():
+    """A temporary would be outside the workspace, and freed on another stream than its last use."""
+    group, chunks = Group(1, 1, 2), pack_chunks([20], 20, 2)
+    silent = SimpleNamespace(rank=0, size=2, all_gather=lambda out, inp: None)
+    read_layers(group, chunks, 1, 20, 0, silent)
+    with pytest.raises(AssertionError):
+        read_layers(group, chunks, 1, 18, 0, silent)
+
+
 def test_reader_gathers_one_ahead_and_not_across_layers():
     group, chunks, sent = Group(1, 1, 2), pack_chunks([20], 8, 2), []
 

@@ -106,9 +106,9 @@ class NvlinkCommunicator(Communicator):
         self._limit_ns = torch.empty(1, dtype=torch.int64, device=self.device)
         self.set_wait_limit(START_UP_WAIT_S)
         self._tables = {name: self._symmetric.table(at) for name, at in self._offsets.items()}
-        q_region = self._symmetric.local[self._offsets["q"] :]
-        q_region = q_region[: self.max_tokens * self.num_heads * q_bytes]
-        self._q_all = Scratch(q_region.view(self.dtype))
+        region = self._symmetric.local[self._offsets["q"] :]
+        region = region[: self.max_tokens * self.num_heads * q_bytes]
+        self._q_region = Scratch(region.view(self.dtype))
         self._exchange_state = self._peer_state("exchange_flags")
         self._line_state = self._peer_state("exchange_lines")
         self._gather_state = self._peer_state("gather_flags")
@@ -152,7 +152,7 @@ class NvlinkCommunicator(Communicator):
         if num_tokens:
             tiling = gather_tiling(num_rows * row_bytes // VEC_BYTES, self.max_programs)
             nvlink_gather_q(q_nope, q_pe, self._tables["q"], self._gather_state, tiling)
-        return self._q_all.take(num_tokens, self.num_heads, self.q_dim)
+        return self._q_region.take(num_tokens, self.num_heads, self.q_dim)
 
     def exchange_merge(
         self,
@@ -221,7 +221,7 @@ class NvlinkCommunicator(Communicator):
         if self._buffers:
             self._large.destroy()
             self._tables.clear()
-            del self._symmetric, self._q_all
+            del self._symmetric, self._q_region
         super().destroy()
 
     def _add_q_buffers(self) -> None:

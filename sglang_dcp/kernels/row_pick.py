@@ -41,7 +41,7 @@ def pick_rows(rows: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> tor
 
     Args:
         rows: [R, W] of any dtype, last dim contiguous.
-        index: [N] int32 or int64, rows of `rows`; contiguous or not.
+        index: [N] int32 or int64, contiguous, rows of `rows`.
         out: [N, W] of the same dtype, contiguous, written.
 
     Returns:
