@@ -169,3 +169,25 @@ def test_unsharded_indices_would_be_seen(kernel_device):
     raw = table[reqs[0], :20].tolist()
     rows = [s // 4 for s in raw if s % 4 == 1]
     assert raw[1::4] != rows
+
+
+@pytest.mark.parametrize("name", ["build_block_table", "build_local_kv_indices", "fill_local_lens"])
+def test_options_alone_change_what_is_launched(kernel_device, name):
+    """The same tensors again, for another rank, size or page: not the launch of the first call."""
+    launch, reference = (kernel_or_ref(kv_index, name, impl) for impl in IMPLS)
+    req_to_token = torch.randperm(3 * 64, device=kernel_device).to(torch.int32).view(3, 64)
+    requests, lens = torch.tensor([2, 0]), torch.tensor([37, 64])
+    requests, lens = requests.to(kernel_device), lens.to(kernel_device)
+    indptr = torch.tensor([0, 40, 104], dtype=torch.int32, device=kernel_device)
+    for first, second in ((0, 2), (1, 2), (1, 4), (3, 4)):
+        got, want = (
+            torch.full((4, 104), -1, dtype=torch.int32, device=kernel_device) for _ in range(2)
+        )
+        for call, out in ((launch, got), (reference, want)):
+            if name == "build_block_table":  # page size, dcp_size
+                call(req_to_token, requests, lens, out[:2], first + 1, second)
+            elif name == "build_local_kv_indices":  # rank, dcp_size
+                call(req_to_token, requests, lens, indptr, out[0], first, second)
+            else:
+                call(lens, out[:second, :2], out[second % 4, 2:4], first, second)
+        assert torch.equal(got, want), (first, second)

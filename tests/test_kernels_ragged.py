@@ -13,7 +13,7 @@ from sglang_dcp.kernels.ragged_attention import make_spans, ragged_attention
 SCALE = 0.35
 
 
-def plain(q, k, v, q_lens, kv_lens, causal):
+def plain(q, k, v, q_lens, kv_lens, causal, scale=SCALE):
     """float64 o [T, H, Dv], lse [T, H], one query and head at a time; 0 and -inf without keys."""
     group = q.shape[1] // k.shape[1]
     q, k, v = q.double().cpu(), k.double().cpu(), v.double().cpu()
@@ -24,7 +24,7 @@ def plain(q, k, v, q_lens, kv_lens, causal):
         for t in range(q_len):
             num = t + 1 + kv_len - q_len if causal else kv_len
             for h in range(q.shape[1] if num else 0):
-                logits = k[kv_at : kv_at + num, h // group] @ q[q_at + t, h] * SCALE
+                logits = k[kv_at : kv_at + num, h // group] @ q[q_at + t, h] * scale
                 o[q_at + t, h] = logits.softmax(0) @ v[kv_at : kv_at + num, h // group]
                 lse[q_at + t, h] = logits.logsumexp(0)
         q_at, kv_at = q_at + q_len, kv_at + kv_len
@@ -41,19 +41,20 @@ class Inputs:
         self.q = (torch.randn(shape) * spread).to(device, dtype).transpose(0, 1)
         kv = torch.randn(sum(kv_lens), heads[1], nope + pe + dv).to(device, dtype)
         self.k, self.v = kv[..., : nope + pe], kv[..., nope + pe :]
-        self.lens, self.nope, self.device = (q_lens, kv_lens), nope, device
+        self.lens, self.nope, self.device, self.scale = (q_lens, kv_lens), nope, device, SCALE
 
     def run(self, causal):
         queries, keys = (make_spans(lens, self.device) for lens in self.lens)
         q_nope, q_pe = self.q[..., : self.nope], self.q[..., self.nope :]
-        return ragged_attention(q_nope, q_pe, self.k, self.v, queries, keys.indptr, SCALE, causal)
+        of_requests = queries, keys.indptr, self.scale, causal
+        return ragged_attention(q_nope, q_pe, self.k, self.v, *of_requests)
 
     def check(self, causal, dtype=torch.float32):
         o, lse = self.run(causal)
         assert o.is_contiguous()
         assert lse.is_contiguous()
         assert lse.dtype == torch.float32
-        want, want_lse = plain(self.q, self.k, self.v, *self.lens, causal)
+        want, want_lse = plain(self.q, self.k, self.v, *self.lens, causal, self.scale)
         assert_close(o, want, dtype)
         assert_close(lse, want_lse, dtype)  # -inf equals -inf
         return o, lse
@@ -86,6 +87,16 @@ def test_the_tiles_of_expanded_heads(kernel_device):
     inputs = Inputs(*lens, (2, 2), (128, 64, 128), 0, kernel_device, torch.float16)
     inputs.check(False, torch.float16)
     assert inputs.run(False)[0].dtype == torch.float16
+
+
+def test_lengths_and_scale_alone_change_what_is_launched(kernel_device):
+    """The same shapes again, with a longer request or another scale."""
+    inputs = Inputs([20, 20], [30, 40], (4, 1), (12, 4, 5), 0, kernel_device)
+    inputs.check(False)
+    inputs.lens = [40, 0], [40, 30]
+    inputs.check(False)
+    inputs.scale = 2 * SCALE
+    inputs.check(False)
 
 
 def test_the_comparison_can_fail(kernel_device):

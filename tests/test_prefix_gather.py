@@ -14,8 +14,7 @@ from sglang_dcp.prefix_gather import PrefixChunk, make_gather_plans, pack_chunks
 from sglang_dcp.prefix_reader import PrefixReader
 from sglang_dcp.workspace import ChunkBudget, ReadShape
 
-NOPE, ROPE, MAX_LEN = 5, 3, 96
-ROW_BYTES = 4 * (NOPE + ROPE)  # float32
+NOPE, ROPE, MAX_LEN, ROW_BYTES = 5, 3, 96, 4 * 8  # float32
 
 
 class Group:
@@ -176,8 +175,7 @@ def test_rows_travel_as_bytes(dtype):
 
 def read_layers(group, chunks, num_layers, max_tokens, rank, transport):
     """All chunks of several layers through one reader; layer l holds rows + l."""
-    slots = packed(group.slots[rank], chunks)
-    plans = make_gather_plans(slots, chunks, group.dcp_size)
+    plans = make_gather_plans(packed(group.slots[rank], chunks), chunks, group.dcp_size)
     reader = PrefixReader(transport, max_tokens, group.rows[rank])
     results = []
     for layer in range(num_layers):
@@ -349,7 +347,7 @@ def test_chunks_of_a_batch(as_model, dcp_size, capacity, prefixes):
 
 
 def test_more_new_tokens_make_smaller_chunks(as_model):
-    """Their outputs share the workspace with the chunk; upstream's capacity still bounds both."""
+    """Their outputs share the workspace with the chunk; upstream's capacity bounds both."""
     budget = ChunkBudget(1 << 20, ReadShape(2, 4, NOPE, 16, ROPE, 16, 4), 0, page_tokens=2)
 
     def call(batch, model):
