@@ -27,7 +27,7 @@ from sglang_dcp.planner.crossover import (
 )
 from sglang_dcp.planner.ledgers import ACTIVATION_BYTES
 from sglang_dcp.planner.models import ModelShape
-from sglang_dcp.workspace import PassQLimits
+from sglang_dcp.workspace import ChunkBudget, PassQLimits
 
 logger = logging.getLogger(__name__)
 
@@ -135,8 +135,9 @@ class PrefillCosts:
         num_heads: H.
         dcp_size: c.
         slice_tokens: new tokens that one round of pass-Q moves at most.
-        chunk_tokens: prefix tokens that pass-KV reads at a time.
+        chunk_tokens: prefix tokens that pass-KV reads at a time at most.
         rates: of the machine.
+        budget: what the workspace leaves for a chunk beside the new tokens of a batch; None: all.
     """
 
     model: ModelShape
@@ -145,6 +146,7 @@ class PrefillCosts:
     slice_tokens: int
     chunk_tokens: int
     rates: PrefillRates = PrefillRates()
+    budget: ChunkBudget | None = None
 
     def pass_q_us(self, new_lens: Sequence[int], prefix_lens: Sequence[int]) -> float:
         """The longer one of what pass-Q takes GPU and host."""
@@ -155,7 +157,10 @@ class PrefillCosts:
 
     def pass_kv_us(self, new_lens: Sequence[int], prefix_lens: Sequence[int]) -> float:
         """The longer one of what pass-KV takes GPU and host."""
-        rates, num_chunks = self.rates, -(-sum(prefix_lens) // self.chunk_tokens)
+        rates, chunk_tokens = self.rates, self.chunk_tokens
+        if self.budget is not None:
+            chunk_tokens = min(chunk_tokens, self.budget.chunk_tokens(new_lens, prefix_lens))
+        num_chunks = -(-sum(prefix_lens) // chunk_tokens)
         host_us = rates.pass_kv_layer_us + num_chunks * rates.pass_kv_chunk_us
         return max(self._pass_kv_gpu_us(new_lens, prefix_lens), rates.layer_host_us + host_us)
 

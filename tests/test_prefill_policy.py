@@ -20,7 +20,7 @@ from sglang_dcp.prefill_policy import (
     PrefillRates,
     load_rates,
 )
-from sglang_dcp.workspace import PassQLimits
+from sglang_dcp.workspace import ChunkBudget, PassQLimits, ReadShape
 
 MODEL = load_model("kimi-k3")
 NO_LIMIT = 1e30
@@ -33,6 +33,8 @@ def costs(dcp_size=2, num_heads=96, slice_tokens=256, chunk_tokens=10240, **rate
 
 NO_HOST = dict.fromkeys(HOST_TIMES, 1e-9)
 
+GPU_RATES = [f.name for f in dataclasses.fields(PrefillRates) if f.name.endswith("per_s")]
+HOST_ONLY = PrefillRates(**dict.fromkeys(GPU_RATES, NO_LIMIT))
 FLOPS_ONLY = {
     **dict.fromkeys(("absorbed_flops_per_s", "mha_flops_per_s", "gemm_flops_per_s"), 1e12),
     **dict.fromkeys(("hbm_bytes_per_s", "link_bytes_per_s"), NO_LIMIT),
@@ -75,6 +77,18 @@ def test_launches_bound_short_work():
     gpu = costs(**NO_HOST)
     assert costs().pass_q_us([1280], [126_720]) == gpu.pass_q_us([1280], [126_720])
     assert costs().pass_kv_us([4096], [128_000]) == gpu.pass_kv_us([4096], [128_000])
+
+
+def test_chunks_shrink_beside_many_new_tokens():
+    """What the workspace holds of a chunk is what pass-KV is charged for."""
+    shape = ReadShape(2, 48, 512, 128, 64, 128, 2)
+    budget = ChunkBudget(512 << 20, shape, page_tokens=128)
+    few, many = ([64], [128_000]), ([8192], [128_000])
+    tight = dataclasses.replace(costs(chunk_tokens=12_000), budget=budget, rates=HOST_ONLY)
+    for lens in (few, many):
+        num_chunks = -(-128_000 // budget.chunk_tokens(*lens))
+        assert tight.pass_kv_us(*lens) == 1080 + 440 + num_chunks * 420
+    assert tight.pass_kv_us(*many) > tight.pass_kv_us(*few)
 
 
 def test_a_slower_host_favours_fewer_launches():

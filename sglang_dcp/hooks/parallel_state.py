@@ -27,6 +27,7 @@ from sglang_dcp.host_speed import slowest_host_ratio
 from sglang_dcp.layout import dcp_groups
 from sglang_dcp.planner.models import shape_from_config
 from sglang_dcp.prefill_policy import PrefillCosts, PrefillPolicy, PrefillRates, load_rates
+from sglang_dcp.workspace import ChunkBudget
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +108,9 @@ def _prefill_rates(server_args: Any, coordinator: Any, device: torch.device) -> 
     return PrefillRates().on_host(ratio)
 
 
-def _make_policy(server_args: Any, comm: Communicator, rates: PrefillRates) -> PrefillPolicy:
+def _make_policy(
+    server_args: Any, comm: Communicator, rates: PrefillRates, budget: ChunkBudget | None
+) -> PrefillPolicy:
     """The policy of --dcp-prefill."""
     config = server_args.get_model_config().hf_config.to_dict()
     limits = limit_pass_q(server_args, comm.max_tokens)
@@ -118,6 +121,7 @@ def _make_policy(server_args: Any, comm: Communicator, rates: PrefillRates) -> P
         slice_tokens=max(limits.slice_tokens, 1),
         chunk_tokens=sglang_envs.SGLANG_MAX_KV_CHUNK_CAPACITY.get(),  # fits the workspace by now
         rates=rates,
+        budget=budget,
     )
     if server_args.dcp_prefill == "auto":
         source = envs.prefill_calibration() or rates.source
@@ -154,7 +158,7 @@ def after_initialize_model_parallel(result: None, *args: Any, **kwargs: Any) -> 
             owns_coordinator=coordinator is not attn_tp,
             shadow=shadow,
             chunk_budget=budget,
-            prefill_policy=_make_policy(server_args, comm, rates),
+            prefill_policy=_make_policy(server_args, comm, rates, budget),
         )
     )
 
