@@ -70,7 +70,7 @@ def command_of(config: Config, model: Path, args: argparse.Namespace) -> tuple[s
         *("--tp", str(args.tp), "--attention-backend", config.backend),
         *("--mem-fraction-static", str(args.mem_fraction_static), "--random-seed", "1"),
         # A first token leaves when the next decode step is launched: that must be a graph's replay.
-        # The largest graph sizes pass-Q's slices, here as by default.
+        # The largest graph sizes pass-Q's slices; 256 is the default for two GPUs.
         *("--cuda-graph-bs-decode", "1", "256", "--cuda-graph-backend-prefill", "disabled"),
         *("--skip-server-warmup", "--grammar-backend", "none", *args.server_args),
     ]

@@ -25,7 +25,7 @@ def shadow() -> bool:
 
 
 def prefill_calibration() -> str | None:
-    """Path of the machine's prefill rates, or None: those of an H200."""
+    """Path of rates of this machine's prefill; what it does not name is an H200's and measured."""
     return os.environ.get(PREFILL_CALIBRATION) or None
 
 

@@ -5,7 +5,8 @@ import time
 import torch
 import torch.distributed as dist
 
-#: `launch_us` of the host on which the host times of `PrefillRates` were measured.
+#: `launch_us` of the kind of host on which the host times of `PrefillRates` were measured: 10.2 and
+#: 10.5 in two runs (scripts/results/launch_host_one_gpu.json).
 REFERENCE_LAUNCH_US = 10.3
 _LAUNCHES, _RUNS = 50, 40
 
@@ -30,10 +31,12 @@ def launch_us(device: torch.device) -> float:
 def slowest_host_ratio(device: torch.device, process_group: dist.ProcessGroup) -> float:
     """`launch_us` of the group's slowest rank over the reference; the same on all ranks.
 
+    Rounded to tenths, so that two starts on one machine mostly find the same.
+
     Args:
         device: this rank's GPU.
-        process_group: a host group of the DCP ranks; all of them call this.
+        process_group: a host group; all of its ranks call this.
     """
     slowest = torch.tensor(launch_us(device), dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=process_group)
-    return slowest.item() / REFERENCE_LAUNCH_US
+    return max(round(slowest.item() / REFERENCE_LAUNCH_US, 1), 0.1)

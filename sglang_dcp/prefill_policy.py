@@ -87,13 +87,18 @@ class PrefillRates:
     def on_host(self, ratio: float) -> PrefillRates:
         """The same GPU behind a host whose launches take `ratio` times as long."""
         slower = {name: getattr(self, name) * ratio for name in HOST_TIMES}
-        return dataclasses.replace(self, **slower)
+        source = f"{self.source}; host times as measured there, times {ratio:.1f}"
+        return dataclasses.replace(self, **slower, source=source)
 
 
-def load_rates(path: str | Path) -> PrefillRates:
-    """Default rates with the values of a JSON object put over them; keys are the fields' names.
+def load_rates(path: str | Path, others: PrefillRates | None = None) -> PrefillRates:
+    """The values of a JSON object, put over `others`; keys are the fields' names.
 
     All ranks must read the same values, since they must decide alike.
+
+    Args:
+        path: of the file.
+        others: what the file does not name; None: the defaults.
 
     Raises:
         ValueError: no such file, not a JSON object, an unknown key, or a rate that is not above 0.
@@ -110,7 +115,7 @@ def load_rates(path: str | Path) -> PrefillRates:
             raise _bad_rates(path, f"has the unknown key {key}", known)
         if not _is_like(known[key], value):
             raise _bad_rates(path, f"says {value!r} for {key}", known)
-    return PrefillRates(**data)
+    return dataclasses.replace(others or PrefillRates(), **data)
 
 
 def _is_like(default: Any, value: Any) -> bool:

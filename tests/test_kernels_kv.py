@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from sglang_dcp.kernels import kv_index, kv_write
+from sglang_dcp.kernels.launch import Launches
 
 IMPLS = ["kernel", "ref"]
 SIZES = [1, 2, 3, 4, 8]
@@ -124,6 +125,7 @@ def allocate(lens, page_size, dcp_size, device, width=None):
 @pytest.mark.parametrize("block", [4, 512])
 def test_build_local_kv_indices(kernel_device, impl, dcp_size, block, monkeypatch):
     monkeypatch.setattr(kv_index, "BLOCK_ENTRIES", block)  # 4: several blocks and splits
+    monkeypatch.setattr(kv_index, "_indices_launches", Launches())  # none of another block
     build = kernel_or_ref(kv_index, "build_local_kv_indices", impl)
     lens = [1, 2, 7, 8, 33]
     table, reqs = allocate(lens, 1, dcp_size, kernel_device)
@@ -145,6 +147,7 @@ def test_build_local_kv_indices(kernel_device, impl, dcp_size, block, monkeypatc
 @pytest.mark.parametrize("block", [2, 512])
 def test_build_block_table(kernel_device, impl, page_size, dcp_size, block, monkeypatch):
     monkeypatch.setattr(kv_index, "BLOCK_ENTRIES", block)
+    monkeypatch.setattr(kv_index, "_table_launches", Launches())
     build = kernel_or_ref(kv_index, "build_block_table", impl)
     wide = page_size * dcp_size
     lens = [1, wide - 1 or 1, wide, wide + 1, 5 * wide - 2]

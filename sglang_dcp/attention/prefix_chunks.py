@@ -5,7 +5,7 @@ K and V of own heads would be tens of KB:
 
     fresh   attend to the new tokens, causally       own heads, in upstream's code
     read    gather a chunk's rows in token order     prefix_reader.py, the next chunk's meanwhile
-    expand  K and V of own heads                     upstream's kv_b_proj
+    expand  K and V of own heads                     upstream's kv_b_proj, kernels/key_concat.py
     attend  all new tokens to the chunk, no mask     upstream's backend
     merge   chunk into fresh, exactly, in place      kernels/state_merge.py
 

@@ -96,16 +96,15 @@ def check_shadow(comm_backend: str) -> None:
         )
 
 
-def _prefill_rates(server_args: Any, coordinator: Any, device: torch.device) -> PrefillRates:
-    """Of the file that names them, else an H200's behind this host; the same on all ranks."""
-    path = envs.prefill_calibration()
-    if path is not None:
-        return load_rates(path)
-    if device.type != "cuda" or server_args.dcp_prefill != "auto":
-        return PrefillRates()
-    ratio = slowest_host_ratio(device, coordinator.cpu_group)
-    logger.info(f"DCP: launches take this host {ratio:.2f} times what they took the reference's.")
-    return PrefillRates().on_host(ratio)
+def _prefill_rates(server_args: Any, device: torch.device) -> PrefillRates:
+    """An H200's GPU rates behind this host, under those of the file; the same on all ranks."""
+    rates, path = PrefillRates(), envs.prefill_calibration()
+    if device.type == "cuda" and server_args.dcp_prefill == "auto":
+        # of the whole world, since DCP groups of one attention-TP group wait for each other
+        ratio = slowest_host_ratio(device, parallel_state.get_world_group().cpu_group)
+        logger.info(f"DCP: launches take the slowest host {ratio:.1f} times the reference's time.")
+        rates = rates.on_host(ratio)
+    return rates if path is None else load_rates(path, rates)
 
 
 def _make_policy(
@@ -147,7 +146,7 @@ def after_initialize_model_parallel(result: None, *args: Any, **kwargs: Any) -> 
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     comm, shadow = _make_communicator(server_args, coordinator, device)
     budget = limit_prefix_chunks(server_args)
-    rates = _prefill_rates(server_args, coordinator, device)
+    rates = _prefill_rates(server_args, device)
     state.set_state(
         state.DcpState(
             dcp_size=server_args.dcp_size,

@@ -2,7 +2,8 @@
 
 Triton's dispatch binds, specializes and hashes every argument of every launch, which takes the host
 longer than many of these kernels take the GPU. A launcher knows what its launch depends on: shapes
-and a few options, which are the same in all layers of a batch, and in all steps of a decode batch.
+and a few options, which are the same in all layers of a batch and, where buffers are static, in all
+steps of a decode batch.
 """
 
 from __future__ import annotations
