@@ -7,20 +7,19 @@
 bf16 servers differ in the last bits, so a difference is judged where it first appears: upstream's
 own gap between its two best tokens there must be below the largest logprob spread that two upstream
 backends show on the same prompt, over the top tokens that both list. Exits 1 if one is not, or if a
-radix hit, the rows allocated or the pool are wrong. Logits are float32 on both sides: bf16 logits
-are so coarse that unrelated tokens tie.
+radix hit, the reads of prefixes, the rows allocated or the pool are wrong. Logits are float32 on
+both sides: bf16 logits are so coarse that unrelated tokens tie.
 """
 
 import argparse
 import itertools
 import json
-import random
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,55 +34,13 @@ from sglang_dcp.testing.compare import (
     compare_results,
     logprob_spread,
 )
+from sglang_dcp.testing.compare_load import MAX_GRAPH_BATCH, MODEL, PAGE_SIZES, Workload
 from sglang_dcp.testing.observe import rank_counters
 from sglang_dcp.testing.server import GpuSets, Server, ServerError, on_shared_gpu
-from sglang_dcp.testing.tiny_model import GPU_MODEL, write_tiny_model
+from sglang_dcp.testing.tiny_model import write_tiny_model
 
-PAGE_SIZES = {"flashmla": 64}
 BASELINES = ("flashmla", "flashinfer", "triton")
-MAX_GRAPH_BATCH = 32
 NUM_TOP_TOKENS = 128  # of 4096; the fewer, the less of the noise is seen
-# sharper attention would magnify bf16's noise
-MODEL = replace(GPU_MODEL, q_gain=1.0, kv_gain=1.0, o_gain=4.0)
-
-
-@dataclass
-class Workload:
-    """Named batches of prompts, each batch one request to /generate.
-
-    Attributes:
-        dcp_size: c; prompt lengths around P * c are included for every page size P in use.
-        long_tokens: length of the longest prompt.
-        pool_tokens: logical capacity; the waves write it about three times over.
-    """
-
-    dcp_size: int
-    long_tokens: int
-    pool_tokens: int
-    batches: dict[str, list[list[int]]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        rng = random.Random(11)
-
-        def prompt(num_tokens: int) -> list[int]:
-            return [rng.randrange(3, MODEL.vocab_size) for _ in range(num_tokens)]
-
-        pages = {size * self.dcp_size for size in (1, *PAGE_SIZES.values())}
-        edges = {page + d for page in pages for d in (-1, 0, 1) if page + d > 0}
-        for num_tokens in sorted({1, 2, 3, 4096, self.long_tokens} | edges):
-            self.batches[f"len{num_tokens}"] = [prompt(num_tokens)]
-        for size in (2, 3, MAX_GRAPH_BATCH, MAX_GRAPH_BATCH + 16):
-            self.batches[f"batch{size}"] = [prompt(rng.randrange(1, 400)) for _ in range(size)]
-        shared = prompt(max(pages) * 3 + max(pages) // 2 + 1)  # ends inside every widened page
-        self.batches["prefix-warm"] = [shared]
-        self.batches["prefix-hit"] = [shared + prompt(n) for n in (1, 7, 2 * max(pages))]
-        for wave in range(3 * self.pool_tokens // (16 * 2048)):
-            self.batches[f"wave{wave}"] = [prompt(2048) for _ in range(16)]
-
-    @property
-    def names(self) -> list[str]:
-        """Names of all prompts, in the order of a server's flat results."""
-        return [f"{name}[{i}]" for name, batch in self.batches.items() for i in range(len(batch))]
 
 
 @dataclass(frozen=True)
@@ -231,15 +188,22 @@ def explain(
     return comparison, differences
 
 
+def prefix_reads(got: Answers) -> list[dict[str, int]]:
+    """Of every rank, how often a layer read a chunk (pass-KV) or sent a slice (pass-Q)."""
+    names = {"pass_kv_chunks": "kv_gather", "pass_q_slices": "attend_prefix"}
+    return [{k: rank["counts"].get(name, 0) for k, name in names.items()} for rank in got.ranks]
+
+
 def check_server(run: Run, got: Answers, work: Workload, args: argparse.Namespace) -> list[str]:
     """Problems with what only a DCP server has: hits in whole widened pages, owners' rows."""
     problems = []
-    widened_page = PAGE_SIZES.get(run.backend, 1) * args.dcp_size
-    hits = [i for i, name in enumerate(work.names) if name.startswith("prefix-hit")]
-    expected = len(work.batches["prefix-warm"][0]) // widened_page * widened_page
-    found = cached_tokens([got.results[i] for i in hits])
-    if set(found) != {expected}:
-        problems.append(f"cached_tokens {found} on a shared prefix, expected {expected}")
+    expected = work.expected_hits(PAGE_SIZES.get(run.backend, 1) * args.dcp_size)
+    found = dict(zip(work.names, cached_tokens(got.results), strict=True))
+    if wrong := {name: found[name] for name in expected if found[name] != expected[name]}:
+        problems.append(f"cached_tokens {wrong} on shared prefixes, of {expected}")
+    reads = prefix_reads(got)
+    if not any(reads[0].values()) or any(read != reads[0] for read in reads):
+        problems.append(f"prefixes read {reads} times by the ranks: not at all, or not alike")
     sizes = [rank["kv_rows_allocated"] for rank in got.ranks]
     if sizes != [args.pool_tokens // args.dcp_size] * args.tp:
         problems.append(f"rows allocated {sizes} for {args.pool_tokens} logical tokens")
@@ -329,6 +293,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         others = [answers[base] for base in baselines if base.backend != run.backend]
         report = judge(want, others, answers[run], work)
         report["problems"] += check_server(run, answers[run], work, args)
+        report["prefix_reads"] = prefix_reads(answers[run])[0]
         reports[run.tag] = report
         print(f"== {run.tag}: {report['num_equal']}/{report['num_prompts']} prompts equal")
         print(json.dumps(report), flush=True)

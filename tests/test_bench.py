@@ -325,6 +325,31 @@ def test_dcp_servers_of_the_comparison_get_further_arguments(tmp_path: Path) -> 
         assert ("-b" in command) == (comm is not None)
 
 
+def test_the_comparison_needs_hits_and_equal_reads(tmp_path: Path) -> None:
+    """Of every cached prefix, at every page size; ranks read alike, and something."""
+    script = load_script("compare_upstream")
+    work = script.Workload(2, 9000, 2048)
+    args = script.parse(["--log-dir", str(tmp_path), "--pool-tokens", "2048"])
+
+    def problems(backend="flashmla", reads=((3, 0), (3, 0)), forget=None):
+        hits = work.expected_hits(128 if backend == "flashmla" else 2) | {forget: 0}
+        results = [{"meta_info": {"cached_tokens": hits.get(name, 0)}} for name in work.names]
+        ranks = [
+            {"kv_rows_allocated": 1024, "pool": "DcpMLATokenToKVPool"}
+            | {"counts": {"kv_gather": chunks, "attend_prefix": slices}}
+            for chunks, slices in reads
+        ]
+        got = script.Answers(results, {}, ranks)
+        return script.check_server(script.Run(backend, "a2a"), got, work, args)
+
+    assert problems() == problems("triton") == problems(reads=((0, 5), (0, 5))) == []
+    assert len({hit for hit in work.expected_hits(128).values() if hit}) == 3
+    for wrong in ({"reads": ((0, 0), (0, 0))}, {"reads": ((3, 1), (3, 2))}):
+        assert "prefixes read" in problems(**wrong)[0]
+    (name, *_) = work.expected_hits(2)
+    assert name in problems(forget=name)[0]
+
+
 @pytest.mark.slow
 def test_against_a_running_server(tiny_model: Path, tmp_path: Path) -> None:
     command = ["--model-path", str(tiny_model), "--device", "cpu", "--dtype", "float32"]
