@@ -66,7 +66,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_dcp.kernels.dispatch import INTERPRETED, cdiv, common_alignment, next_power_of_2
+from sglang_dcp.kernels.dispatch import cdiv, common_alignment, next_power_of_2
 from sglang_dcp.kernels.exchange_lines import (
     LINE_BYTES,
     lines_per_row,
@@ -80,12 +80,12 @@ from sglang_dcp.kernels.launch import Plan
 from sglang_dcp.kernels.lse_merge import LseBase
 from sglang_dcp.kernels.nvlink_exchange import check_exchange
 from sglang_dcp.kernels.peer_signal import (
-    MAX_REGISTERS,
     PeerState,
     Tiling,
     advance_counters,
     check_launch,
     jitter,
+    meeting,
 )
 
 
@@ -252,11 +252,7 @@ def line_exchange(
     def plan() -> Plan:
         return Plan(
             (tiling.grid,),
-            state.flags,
-            state.counters,
-            state.limit_ns,
-            state.report,
-            state.rank,
+            *state.arguments,
             num_rows,
             row_capacity,
             state.num_lanes,
@@ -266,7 +262,6 @@ def line_exchange(
             *lse.stride(),
             local_lens.stride(0),
             HL=local_heads,
-            N=num_ranks,
             PEERS=next_power_of_2(num_ranks - 1),
             D=dim,
             ROW_LINES=row_lines,
@@ -275,13 +270,9 @@ def line_exchange(
             STORE_LSE=merged_lse is not None,
             ALIGN=common_alignment(item, *o.stride()[:2]),
             BLOCK=tiling.block,
-            BLOCK_LANES=next_power_of_2(state.num_lanes),
-            JITTER_US=state.jitter_us,
-            INTERPRETED=INTERPRETED,
-            num_warps=tiling.num_warps,
             # The same roundings in every kernel that merges: contracted or not, a*b + c differs.
             enable_fp_fusion=False,
-            maxnreg=MAX_REGISTERS,
+            **meeting(state, tiling),
         )
 
     state.launches(

@@ -53,16 +53,16 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_dcp.kernels.dispatch import INTERPRETED, cdiv, common_alignment, next_power_of_2
+from sglang_dcp.kernels.dispatch import cdiv, common_alignment
 from sglang_dcp.kernels.exchange_lines import LINE_BYTES, push_lines, receive_lines
 from sglang_dcp.kernels.launch import Plan
 from sglang_dcp.kernels.nvlink_gather_q import check_gather
 from sglang_dcp.kernels.peer_signal import (
-    MAX_REGISTERS,
     PeerState,
     Tiling,
     advance_counters,
     jitter,
+    meeting,
 )
 
 CHUNK_BYTES = 16
@@ -270,11 +270,7 @@ def line_gather_q(
         strides = (*q_nope.stride()[:2], *q_pe.stride()[:2])
         return Plan(
             (tiling.grid,),
-            state.flags,
-            state.counters,
-            state.limit_ns,
-            state.report,
-            state.rank,
+            *state.arguments,
             num_rows,
             num_lines,
             line_capacity,
@@ -283,17 +279,12 @@ def line_gather_q(
             cdiv(num_lines, tiling.block * tiling.grid),
             *strides,
             HL=local_heads,
-            N=num_ranks,
             NOPE_CHUNKS=nope_dim * item // CHUNK_BYTES,
             ROW_CHUNKS=row_dim * item // CHUNK_BYTES,
             CELLS=LINE_BYTES // item,
             ALIGN=common_alignment(item, *strides),
             BLOCK=tiling.block,
-            BLOCK_LANES=next_power_of_2(state.num_lanes),
-            JITTER_US=state.jitter_us,
-            INTERPRETED=INTERPRETED,
-            num_warps=tiling.num_warps,
-            maxnreg=MAX_REGISTERS,
+            **meeting(state, tiling),
         )
 
     state.launches(line_gather_q_kernel, (q_nope, q_pe, q_all), (line_capacity, tiling), plan)

@@ -24,19 +24,19 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_dcp.kernels.dispatch import INTERPRETED, common_alignment, next_power_of_2
+from sglang_dcp.kernels.dispatch import common_alignment, next_power_of_2
 from sglang_dcp.kernels.exchange_rows import load_own, merge_rows, push_rows
 from sglang_dcp.kernels.launch import Plan
 from sglang_dcp.kernels.lse_merge import LseBase
 from sglang_dcp.kernels.peer_signal import (
     FLAG_WORDS,
-    MAX_REGISTERS,
     PeerState,
     Tiling,
     advance,
     check_launch,
     jitter,
     load_flag_ptrs,
+    meeting,
     signal_peers,
     wait_for_peers,
 )
@@ -287,11 +287,7 @@ def nvlink_exchange(
             (tiling.grid,),
             o_table,
             lse_table,
-            state.flags,
-            state.counters,
-            state.limit_ns,
-            state.report,
-            state.rank,
+            *state.arguments,
             num_rows,
             row_capacity,
             state.num_lanes,
@@ -299,7 +295,6 @@ def nvlink_exchange(
             *lse.stride(),
             local_lens.stride(0),
             HL=local_heads,
-            N=num_ranks,
             PEERS=next_power_of_2(num_ranks - 1),
             D=dim,
             BASE_2=lse_base == "2",
@@ -312,13 +307,9 @@ def nvlink_exchange(
             FLAG_SLICES=MAX_SLICES,
             WORDS=FLAG_WORDS,
             REFRESH=state.refresh_epochs,
-            BLOCK_LANES=next_power_of_2(state.num_lanes),
-            JITTER_US=state.jitter_us,
-            INTERPRETED=INTERPRETED,
-            num_warps=tiling.num_warps,
             # The same roundings in every kernel that merges: contracted or not, a*b + c differs.
             enable_fp_fusion=False,
-            maxnreg=MAX_REGISTERS,
+            **meeting(state, tiling),
         )
 
     state.launches(

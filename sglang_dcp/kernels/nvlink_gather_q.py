@@ -23,17 +23,17 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_dcp.kernels.dispatch import INTERPRETED, common_alignment, next_power_of_2
+from sglang_dcp.kernels.dispatch import common_alignment
 from sglang_dcp.kernels.launch import Plan
 from sglang_dcp.kernels.peer_signal import (
     FLAG_WORDS,
-    MAX_REGISTERS,
     PeerState,
     Tiling,
     advance,
     check_launch,
     jitter,
     load_flag_ptrs,
+    meeting,
     signal_peers,
     wait_for_peers,
 )
@@ -149,27 +149,18 @@ def nvlink_gather_q(
         return Plan(
             (tiling.grid,),
             q_table,
-            state.flags,
-            state.counters,
-            state.limit_ns,
-            state.report,
-            state.rank,
+            *state.arguments,
             num_tokens * local_heads,
             state.num_lanes,
             *strides,
             HL=local_heads,
-            N=state.num_ranks,
             NOPE_DIM=nope_dim,
             PE_DIM=pe_dim,
             VEC=common_alignment(q_nope.element_size(), nope_dim, pe_dim, *strides),
             BLOCK=tiling.block,
             WORDS=FLAG_WORDS,
             REFRESH=state.refresh_epochs,
-            BLOCK_LANES=next_power_of_2(state.num_lanes),
-            JITTER_US=state.jitter_us,
-            INTERPRETED=INTERPRETED,
-            num_warps=tiling.num_warps,
-            maxnreg=MAX_REGISTERS,
+            **meeting(state, tiling),
         )
 
     state.launches(nvlink_gather_q_kernel, (q_nope, q_pe), tiling, plan)

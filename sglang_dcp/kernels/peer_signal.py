@@ -61,6 +61,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
+from sglang_dcp.kernels.dispatch import INTERPRETED, next_power_of_2
 from sglang_dcp.kernels.launch import Launches
 
 # int32 words of one flag row: a lane's flags of up to 8 sources share one 32-byte sector.
@@ -115,6 +116,11 @@ class PeerState:
         """Largest grid of this kernel."""
         return self.counters.numel()
 
+    @property
+    def arguments(self) -> tuple[torch.Tensor | int, ...]:
+        """What every kernel that meets takes of this, in this order."""
+        return self.flags, self.counters, self.limit_ns, self.report, self.rank
+
 
 class Tiling(NamedTuple):
     """How a kernel divides its rows; equal on all ranks for equal batches (rule 1).
@@ -131,6 +137,18 @@ class Tiling(NamedTuple):
     num_warps: int
     grid: int
     slices: int = 1
+
+
+def meeting(state: PeerState, tiling: Tiling) -> dict[str, int | bool]:
+    """Constexprs and compiler options that all kernels that meet have in common."""
+    return {
+        "N": state.num_ranks,
+        "BLOCK_LANES": next_power_of_2(state.num_lanes),
+        "JITTER_US": state.jitter_us,
+        "INTERPRETED": INTERPRETED,
+        "num_warps": tiling.num_warps,
+        "maxnreg": MAX_REGISTERS,
+    }
 
 
 def check_launch(state: PeerState, tiling: Tiling) -> None:
