@@ -1,5 +1,6 @@
 """scripts/bench_prefill.py: the grid, fresh tails, what the cache must find, and the crossover."""
 
+import argparse
 import importlib.util
 import json
 import random
@@ -77,6 +78,19 @@ class FakeServer:
 
 
 # ---------------------------------------------------------------- the grid
+
+
+@pytest.mark.parametrize("mode", ["upstream", "auto"])
+def test_a_first_token_waits_for_no_eager_step(tmp_path: Path, mode: str) -> None:
+    """It leaves when the next decode step was launched: by a graph, in servers and here."""
+    script = load_script()
+    args = argparse.Namespace(tp=2, mem_fraction_static=0.5, server_args=[])
+    config = script.Config(mode, "flashmla", 1 if mode == "upstream" else 2)
+    _, command = script.command_of(config, tmp_path, args)
+    assert "--cuda-graph-backend-decode" not in command
+    assert "--disable-cuda-graph" not in command
+    at = command.index("--cuda-graph-bs-decode")
+    assert command[at + 1 : at + 3] == ["1", "256"]  # one request; pass-Q's slices as by default
 
 
 def test_points_are_on_pages_of_all_servers_and_ascend() -> None:

@@ -1,6 +1,7 @@
 """Decode steps of `nvlink` ranks that are processes over shared memory."""
 
 import time
+from itertools import product
 
 import pytest
 import torch
@@ -84,7 +85,16 @@ def serve_steps(rank, size, folder, num_heads, dtype, lines, seed):
         wrong.append("large batch")
     if not torch.equal(got_lse, want_lse):
         wrong.append("large batch's lse")
-    comm.run_once(2)
+    # the same shapes in both bases, with and without an LSE: not the launch of the first call
+    o, lse, lens = random_partials(size, 2, num_heads, DIM, dtype, CPU)
+    for lse_base, keeps in product("e2", (False, True)):
+        got_lse, want_lse = torch.full((2, 2, num_heads // size), float("nan"))
+        kept = got_lse if keeps else None
+        merged = comm.exchange_merge(o[rank], lse[rank], lse_base, lens, kept)
+        if not torch.equal(merged, own_merge(rank, o, lse, lens, lse_base, want_lse)):
+            wrong.append((lse_base, keeps, "exchange"))
+        if keeps and not torch.equal(got_lse, want_lse):
+            wrong.append((lse_base, keeps, "lse"))
     assert comm.failure() is None
     return wrong
 

@@ -50,6 +50,8 @@ _launches = Launches()
 def concat_keys(k_nope: torch.Tensor, k_rope: torch.Tensor) -> torch.Tensor:
     """[k_nope | k_rope] for every head, in one launch.
 
+    SGLang's own kernels take 128 heads, or a power of two; otherwise it copies twice.
+
     Args:
         k_nope: [S, H, D], last dim contiguous, other strides free (half of what kv_b_proj yields).
         k_rope: [S, 1, R] of the same dtype, last dim contiguous.
